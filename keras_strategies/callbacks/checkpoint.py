@@ -99,25 +99,22 @@ class Checkpoint(CheckpointCallback):
     ) -> None:
         super().__init__()
         _check_directory(directory)
-        for name, value in {
-            "save_every_steps": save_every_steps,
-            "save_every_epochs": save_every_epochs,
-            "save_every_seconds": save_every_seconds,
-        }.items():
-            is_whole = name != "save_every_seconds"
-            check_number(f"`{name}`", value, _CURE, above=0, is_whole=is_whole)
+        periods = (save_every_steps, save_every_seconds, save_every_epochs)
+        units = ("steps", "seconds", "epochs")
+        for unit, value in zip(units, periods, strict=True):
+            name, is_whole = f"`save_every_{unit}`", unit != "seconds"
+            check_number(name, value, _CURE, above=0, is_whole=is_whole)
         if resume not in ("auto", True, False):
             raise ValueError(
                 "`resume` must be 'auto', True or False. Received: "
                 f"resume={resume!r}. Use 'auto' to resume if there is a "
                 "checkpoint."
             )
-        periods = (save_every_steps, save_every_seconds, save_every_epochs)
         self.directory = os.fspath(directory)
         self._every_steps = save_every_steps
-        self._every_epochs = (
-            1 if periods == (None, None, None) else save_every_epochs
-        )
+        self._every_epochs = save_every_epochs
+        if periods == (None, None, None):
+            self._every_epochs = 1
         self._every_seconds = save_every_seconds and float(save_every_seconds)
         self._keep = as_keep(keep)
         self._resume = resume
@@ -174,9 +171,8 @@ class Checkpoint(CheckpointCallback):
         self._saved = None
         if step is not None:
             self._resume_from(loop, step)
-        progress = (
-            watchdog.get_runner() if loop.mesh.num_processes > 1 else None
-        )
+        is_alone = loop.mesh.num_processes == 1
+        progress = None if is_alone else watchdog.get_runner()
         self._notice = PreemptionNotice(progress).__enter__()
         if self._every_seconds is not None:
             self._clock = Clock(
@@ -314,10 +310,8 @@ class Checkpoint(CheckpointCallback):
                 "to start again.",
             )
             return
-        text = (
-            f"Resuming from step {step} in {self.directory!r}: epoch "
-            f"{loop.epoch + 1}, after {loop.step} of its steps."
-        )
+        place = f"epoch {loop.epoch + 1}, after {loop.step} of its steps"
+        text = f"Resuming from step {step} in {self.directory!r}: {place}."
         _logger.info("%s", text)
         if loop.verbose != 0:
             print(text, flush=True)

@@ -62,11 +62,10 @@ class Points:
         try:
             self._begin(self._folder)
         except self._errors as error:
-            reason = _describe(error)
             raise ValueError(
                 "`Scalars` must be able to write to its folder. Received: "
-                f"{self._folder!r}: {reason}. Use a folder that this process "
-                "may write to, on a disk with free space."
+                f"{self._folder!r}: {_describe(error)}. Use a folder that this "
+                "process may write to, on a disk with free space."
             ) from error
 
     def discard_from(self, step: int) -> None:
@@ -97,10 +96,7 @@ class Points:
                 start: Any = {"status": "START"}
                 self._append(step=self._stale, session_log=start)
                 self._stale = None
-            points = [
-                {"tag": tag, "simple_value": value}
-                for tag, value in values.items()
-            ]
+            points = [{"tag": t, "simple_value": v} for t, v in values.items()]
             self._append(step=step, summary={"value": points})
 
     def flush(self) -> None:

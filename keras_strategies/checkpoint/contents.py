@@ -43,12 +43,9 @@ _MAX_SHOWN = 8
 def collect_arrays(groups: Groups) -> Arrays:
     """Collects the values of variables by group and name, to be saved."""
     return {
-        group: {
-            name: set_apart(variable.value)
-            for name, variable in name_variables(variables).items()
-        }
-        for group, variables in groups.items()
-        if variables
+        group: {n: set_apart(v.value) for n, v in name_variables(vs).items()}
+        for group, vs in groups.items()
+        if vs
     }
 
 
@@ -236,13 +233,11 @@ def make_targets(
 
     Numpy arrays stand for arrays that are restored to the host.
     """
-    restored: Arrays = {}
-    for group, entries in matches.items():
-        if entries:
-            restored[group] = {
-                name: _make_target(variable, mesh)
-                for name, variable in entries.items()
-            }
+    restored: Arrays = {
+        group: {n: _make_target(v, mesh) for n, v in entries.items()}
+        for group, entries in matches.items()
+        if entries
+    }
     for name, (shape, dtype) in document["variables"].get(STATE, {}).items():
         kind = parse_dtype(dtype)
         if kind is None:

@@ -71,11 +71,8 @@ class CheckpointManager:
             keep = Keep(last=None) if max_to_keep is None else max_to_keep
         self._checkpoint = checkpoint
         self._processes = contents.find_processes(checkpoint.groups())
-        self._storage = Storage(
-            directory,
-            processes=self._processes,
-            keep=as_keep(keep),
-        )
+        processes, keep = self._processes, as_keep(keep)
+        self._storage = Storage(directory, processes=processes, keep=keep)
         self._storage.open()
         self._is_closed = False
 
@@ -104,9 +101,9 @@ class CheckpointManager:
     @property
     def checkpoints(self) -> list[str]:
         """The paths of all checkpoints, oldest first."""
-        return [
-            str(self._storage.path(step)) for step in find_steps(self.directory)
-        ]
+        return list(
+            map(str, map(self._storage.path, find_steps(self.directory)))
+        )
 
     def save(
         self,

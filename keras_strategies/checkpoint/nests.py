@@ -146,12 +146,9 @@ def split(state: Tree) -> tuple[Tree, dict[str, np.ndarray]]:
             return {_TUPLE: [encode(v, f"{path}[]") for v in value]}
         if isinstance(value, list):
             return [encode(v, f"{path}[]") for v in value]
-        if isinstance(value, Mapping) and all(
-            isinstance(key, str) for key in value
-        ):
-            entries = {
-                str(k): encode(v, f"{path}[{k!r}]") for k, v in value.items()
-            }
+        items = value.items() if isinstance(value, Mapping) else [(0, None)]
+        if all(isinstance(key, str) for key, _ in items):
+            entries = {str(k): encode(v, f"{path}[{k!r}]") for k, v in items}
             return {_DICT: entries} if set(entries) in _MARKS else entries
         kind = type(value).__name__
         dtype = getattr(value, "dtype", None)
@@ -233,16 +230,12 @@ def unpack(text: str) -> Tree:
         message = load_json(text, max_characters=MAX_MESSAGE, has_nan=True)
     except ValueError as error:
         raise _make_error(str(error)) from None
-    fault = fault_of(message, (object, dict)) or fault_of(
-        list(message[1].values()), [_ARRAY_FORM]
-    )
+    fault = fault_of(message, (object, dict))
+    fault = fault or fault_of([*message[1].values()], [_ARRAY_FORM])
     if fault is not None:
         raise _make_error(fault)
-    plain, arrays_sent = message
-    arrays = {
-        name: _decode_array(*array) for name, array in arrays_sent.items()
-    }
-    return join(plain, arrays)
+    plain, sent = message
+    return join(plain, {name: _decode_array(*a) for name, a in sent.items()})
 
 
 def _decode_array(dtype: str, shape: list[int], raw: str) -> np.ndarray:

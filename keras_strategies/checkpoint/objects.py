@@ -69,13 +69,9 @@ class Checkpoint:
         for name, value in self._objects.items():
             if _has_state(value):
                 continue
-            new = {
-                id(v): v
-                for v in _iter_variables(value, name)
-                if id(v) not in seen
-            }
-            seen |= set(new)
-            groups[name] = list(new.values())
+            found = {id(v): v for v in _iter_variables(value, name)}
+            groups[name] = [v for i, v in found.items() if i not in seen]
+            seen |= set(found)
         return groups
 
     @property
@@ -301,17 +297,14 @@ def read_into(
     weights.check_models(checkpoint.objects)
     weights.build_optimizers(checkpoint.objects, saved)
     groups = checkpoint.groups()
-    others: list[str] = []
+    others = []
     if is_part:
         others = [g for g in saved if g not in groups and g != contents.STATE]
-        document = document | {
-            "variables": {
-                group: contents.select_arrays(entries, groups.get(group, ()))
-                or entries
-                for group, entries in saved.items()
-                if group not in others
-            }
-        }
+        wanted = {name: saved[name] for name in saved if name not in others}
+        for name, entries in wanted.items():
+            part = contents.select_arrays(entries, groups.get(name, ()))
+            wanted[name] = part or entries
+        document = document | {"variables": wanted}
     matches = contents.match_variables(groups, document, where)
     others += weights.list_unrestored(checkpoint.objects, saved, matches)
     targets = contents.make_targets(matches, document, None)

@@ -100,11 +100,9 @@ def find_newest_complete(directory: str) -> str | None:
     """
     for step in reversed(names.find_steps(directory)):
         path = names.step_path(directory, step)
-        try:
+        with contextlib.suppress(DamagedCheckpoint):
             verify.verify(path, is_quick=True)
-        except DamagedCheckpoint:
-            continue
-        return str(path)
+            return str(path)
     return None
 
 
@@ -202,18 +200,12 @@ def restore(model: keras.Model, path: str) -> None:
     """
     saved = contents.load_document(path)
     groups = _groups(model)
-    known = {
-        name: entries
-        for name, entries in saved["variables"].items()
-        if name in groups
-    }
+    known = {n: e for n, e in saved["variables"].items() if n in groups}
     document = saved | {"variables": known}
     matches = contents.match_variables(groups, document, path)
     matches = substitute_averages(matches, saved, path)
-    wanted = {
-        group: {name: saved["variables"][group][name] for name in entries}
-        for group, entries in matches.items()
-    }
+    variables = saved["variables"]
+    wanted = {g: {n: variables[g][n] for n in matches[g]} for g in matches}
     contents.assign(matches, read_arrays(path, wanted))
 
 

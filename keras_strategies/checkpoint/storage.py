@@ -130,8 +130,8 @@ class Storage:
         while not mark.exists() and time.monotonic() < end:
             time.sleep(_POLL_S)
         received = self._exchange("looking at", str(mark.exists()))
-        answers = dict(zip(self._processes, received, strict=True))
-        blind = [process for process in answers if answers[process] == "False"]
+        answers = zip(self._processes, received, strict=True)
+        blind = [process for process, answer in answers if answer == "False"]
         if blind:
             raise ValueError(
                 "All processes of a job must share the directory of their "
@@ -261,8 +261,7 @@ class Storage:
         if self._lock is not None:
             self._lock.renew()
         if self.is_chief:
-            leaves = jax.tree.leaves(arrays)
-            num_bytes = sum(leaf.nbytes for leaf in leaves)
+            num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
             retention.check_free_space(self.directory, num_bytes)
         arrays = copy_to_host(arrays, is_alone=self._is_alone)
         write = functools.partial(

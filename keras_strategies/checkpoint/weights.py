@@ -56,11 +56,7 @@ def build_optimizers(objects: Objects, saved: Names) -> None:
       objects: The objects to restore.
       saved: The names of the variables in the checkpoint.
     """
-    models = [
-        m
-        for value in objects.values()
-        for m in _find_instances(keras.Model, value)
-    ]
+    models = list(_find_instances(keras.Model, objects))
     for name, value in objects.items():
         entries = list(saved.get(name, ()))
         for model in _find_instances(keras.Model, value):
@@ -118,10 +114,8 @@ def _lacks_variables(
     """Returns whether an optimizer has fewer variables than were saved."""
     if optimizer.built:
         return False
-    present = [
-        strip_numbers(v.path.replace("/", ".")) for v in optimizer.variables
-    ]
-    words = set(map(_first_word, present)) | {strip_numbers(optimizer.name)}
+    present = [v.path.replace("/", ".") for v in optimizer.variables]
+    words = {*map(_first_word, present), strip_numbers(optimizer.name)}
     return sum(_first_word(e) in words for e in entries) > len(present)
 
 
@@ -355,11 +349,9 @@ def _select_object(
                 f"{', '.join(map(shorten, names))}. Pass one of these names."
             )
         names = [name]
+    found = {g: contents.select_arrays(saved[g], variables) for g in names}
     fitting = {
-        group: entries
-        for group in names
-        if (entries := contents.select_arrays(saved[group], variables))
-        is not None
+        g: entries for g, entries in found.items() if entries is not None
     }
     if len(fitting) > 1:
         raise ValueError(

@@ -173,13 +173,12 @@ class TaskInfo:
                 f"{len(self.addresses)} addresses. Pass an address, or None if "
                 "it is unknown, for each process."
             )
-        process = self.process_id
-        if process is not None and not 0 <= process < self.num_processes:
+        process, count = self.process_id, self.num_processes
+        if process is not None and not 0 <= process < count:
             raise ValueError(
                 "`process_id` must be from 0 to `num_processes` - 1. "
-                f"Received: process_id={process}, "
-                f"num_processes={self.num_processes}. Number the processes "
-                "from 0."
+                f"Received: process_id={process}, num_processes={count}. "
+                "Number the processes from 0."
             )
 
     @property

@@ -245,12 +245,8 @@ def _list_training_addresses(
     if num_processes is not None:
         known = spec.job_tasks("worker")
         return tuple(known + [None] * (num_processes - len(known)))
-    addresses = [
-        address
-        for job in ("chief", "worker")
-        if job in spec.jobs
-        for address in spec.job_tasks(job)
-    ]
+    jobs = [job for job in ("chief", "worker") if job in spec.jobs]
+    addresses = [address for job in jobs for address in spec.job_tasks(job)]
     if not addresses:
         raise ValueError(
             "A cluster must have a 'chief' or a 'worker' task. Received: the "

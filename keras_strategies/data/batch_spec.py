@@ -13,13 +13,23 @@ import numpy as np
 
 from keras_strategies._types import Array, Shape, Tree
 from keras_strategies.cluster.array_kinds import is_shape, parse_dtype
-from keras_strategies.cluster.exchange.message_forms import fault_of
+from keras_strategies.cluster.exchange.message_forms import Form, fault_of
 from keras_strategies.cluster.untrusted import load_json
 
 _MAX_CHARACTERS = 1 << 20
 _MAX_NAME = 1024
 # The types of an encoded dict entry: its key and its value.
 _PAIR = (str | int | float | bool, object)
+_NAMED = ("items", "named")
+# The forms of parts of a description, by their keys.
+_FORMS: dict[tuple[str, ...], Form] = {
+    ("dict",): {"dict": [_PAIR]},
+    ("ordered",): {"ordered": [_PAIR]},
+    ("list",): {"list": list},
+    ("tuple",): {"tuple": list},
+    _NAMED: {"items": list},
+    ("dtype", "shape"): {"dtype": parse_dtype, "shape": is_shape},
+}
 
 
 def make_spec(batch: Tree) -> str:
@@ -146,61 +156,33 @@ def _encode(value: Tree) -> object:
 def _decode(value: object, has_classes: bool) -> Tree:
     if value is None:
         return None
-    if not isinstance(value, dict):
-        raise _make_error("a part of it is not a JSON object")
+    keys = tuple(sorted(value)) if isinstance(value, dict) else ()
+    form = _FORMS.get(keys)
+    fault = "a part of it describes neither a nest nor an array"
+    if form is not None and (has_classes or keys != _NAMED):
+        fault = fault_of(value, form, "a part of it")
+    if fault is not None or not isinstance(value, dict):
+        raise _make_error(str(fault))
+    if "dtype" in value:
+        try:
+            return np.zeros((0, *value["shape"]), parse_dtype(value["dtype"]))
+        except ValueError:
+            raise _make_error("an array is too large") from None
     decode = functools.partial(_decode, has_classes=has_classes)
-    match sorted(value):
-        case ["dict"]:
-            return {
-                key: decode(item) for key, item in _read_pairs(value["dict"])
-            }
-        case ["ordered"]:
-            pairs = _read_pairs(value["ordered"])
-            return collections.OrderedDict((k, decode(v)) for k, v in pairs)
-        case ["list"]:
-            return list(map(decode, _read_items(value["list"])))
-        case ["tuple"]:
-            return tuple(map(decode, _read_items(value["tuple"])))
-        case ["items", "named"] if has_classes:
-            named = _find_class(value["named"])
-            items = list(map(decode, _read_items(value["items"])))
-            if len(items) != len(_fields(named) or ()):
-                raise _make_error(
-                    "a named tuple has the wrong number of fields"
-                )
-            # Not `named(*items)`: the class may define `__new__`.
-            return tuple.__new__(named, items)
-        case ["dtype", "shape"]:
-            return _make_empty_leaf(value["dtype"], value["shape"])
-    raise _make_error("a part of it describes neither a nest nor an array")
-
-
-def _read_items(value: object) -> list[Any]:
-    if not isinstance(value, list):
-        raise _make_error("the items of a nest are not a JSON array")
-    return value
-
-
-def _read_pairs(value: object) -> list[tuple[Any, Any]]:
-    fault = fault_of(value, [_PAIR], "a dict")
-    if fault is not None:
-        raise _make_error(fault)
-    pairs = [(key, item) for key, item in _read_items(value)]
-    if len({key for key, _ in pairs}) < len(pairs):
-        raise _make_error("a key of a dict is repeated")
-    return pairs
-
-
-def _make_empty_leaf(name: object, shape: object) -> np.ndarray:
-    if not is_shape(shape):
-        raise _make_error("a shape is invalid")
-    dtype = parse_dtype(name)
-    if dtype is None:
-        raise _make_error("a dtype is unknown")
-    try:
-        return np.zeros((0, *shape), dtype)
-    except ValueError:
-        raise _make_error("an array is too large") from None
+    if keys in (("dict",), ("ordered",)):
+        (pairs,) = value.values()
+        nest = collections.OrderedDict((k, decode(v)) for k, v in pairs)
+        if len(nest) < len(pairs):
+            raise _make_error("a key of a dict is repeated")
+        return nest if "ordered" in value else dict(nest)
+    items = map(decode, value[keys[0]])
+    if keys != _NAMED:
+        return list(items) if "list" in value else tuple(items)
+    named, items = _find_class(value["named"]), list(items)
+    if len(items) != len(_fields(named) or ()):
+        raise _make_error("a named tuple has the wrong number of fields")
+    # Not `named(*items)`: the class may define `__new__`.
+    return tuple.__new__(named, items)
 
 
 def _make_error(fault: str) -> ValueError:
@@ -217,10 +199,8 @@ def _fields(named: object) -> tuple[str, ...] | None:
     if not isinstance(named, type) or not issubclass(named, tuple):
         return None
     fields = inspect.getattr_static(named, "_fields", None)
-    is_named = isinstance(fields, tuple) and all(
-        isinstance(field, str) for field in fields
-    )
-    return fields if is_named else None
+    is_named = isinstance(fields, tuple)
+    return fields if is_named and {*map(type, fields)} <= {str} else None
 
 
 def _find_class(name: object) -> type[tuple[Any, ...]]:

@@ -1,5 +1,6 @@
 """Datasets for custom loops: global batches in, per-replica values out."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -262,13 +263,10 @@ def shard_batch(batch: HostBatch, mesh: ReplicaMesh) -> Tree:
             return jax.device_put(batch.data, mesh.devices[0])
         return jax.tree.map(lambda leaf: _on_all_cores(leaf, mesh), batch.data)
     counts = count_rows(batch, mesh)
+    shard = functools.partial(_shard_unevenly, counts=counts, mesh=mesh)
     if len(set(counts)) == 1:
-        return jax.tree.map(
-            lambda leaf: _shard_evenly(leaf, sum(counts), mesh), batch.data
-        )
-    return jax.tree.map(
-        lambda leaf: _shard_unevenly(leaf, counts, mesh), batch.data
-    )
+        shard = functools.partial(_shard_evenly, rows=sum(counts), mesh=mesh)
+    return jax.tree.map(shard, batch.data)
 
 
 def count_rows(batch: HostBatch, mesh: ReplicaMesh) -> tuple[int, ...]:

@@ -194,11 +194,9 @@ class Steps:
         therefore read the same rows.
         """
         count = self.mesh.num_replicas
-        counts = (
-            balanced_rows(rows, count)
-            if self.is_balanced
-            else rows_of_replicas(rows, batch_size, count)
-        )
+        counts = balanced_rows(rows, count)
+        if not self.is_balanced:
+            counts = rows_of_replicas(rows, batch_size, count)
         return rows_of_processes(counts, self.mesh.num_readers)
 
     @property

@@ -1,7 +1,6 @@
 """Startup of a distributed JAX job, given this process's role in a cluster."""
 
 import contextlib
-import importlib.metadata
 import ipaddress
 import multiprocessing
 import os
@@ -21,6 +20,7 @@ from keras_strategies.cluster.exchange.rendezvous import (
 )
 from keras_strategies.cluster.spec import TaskInfo
 from keras_strategies.job import local_gpus, mutual_tls
+from keras_strategies.names import versions
 from keras_strategies.watchdog import watchdog
 
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
@@ -135,14 +135,13 @@ def check_main_guard() -> None:
       RuntimeError: if this process is a child that is importing the script.
     """
     # `multiprocessing` itself uses this attribute to detect a missing guard.
-    if not getattr(multiprocessing.current_process(), "_inheriting", False):
-        return
-    raise RuntimeError(
-        "A child process must not join the job that its parent belongs to. "
-        "Received: a strategy that was created when a child, spawned by "
-        "`multiprocessing`, imported the script. Put the script's code under "
-        "`if __name__ == '__main__':`."
-    )
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "A child process must not join the job that its parent belongs to. "
+            "Received: a strategy that was created when a child, spawned by "
+            "`multiprocessing`, imported the script. Put the script's code "
+            "under `if __name__ == '__main__':`."
+        )
 
 
 def _choose_gpus(task: TaskInfo, resolver: object) -> tuple[int, ...] | None:
@@ -235,14 +234,9 @@ def _read_versions() -> dict[str, str]:
     With different versions, processes could compile different programs.
     """
     python = ".".join(platform.python_version_tuple()[:2])
-    versions = {"version of Python": python}
-    for package in _PACKAGES:
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            version = "unknown"
-        versions[f"version of {package}"] = version
-    return versions
+    found = {"Python": python}
+    found |= {p: versions.installed_version(p) or "unknown" for p in _PACKAGES}
+    return {f"version of {name}": text for name, text in found.items()}
 
 
 def _find_problem() -> str:

@@ -4,6 +4,7 @@ The folder is the user's own, not the directory of checkpoints: a cached program
 is machine code, and checkpoints are copied from one person to another.
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -94,9 +95,8 @@ def enable(*, warns: bool) -> None:
     import jax
 
     config: Any = jax.config  # Its options are set dynamically.
-    if config.jax_compilation_cache_dir is not None or not (
-        config.jax_enable_compilation_cache
-    ):
+    is_set = config.jax_compilation_cache_dir is not None
+    if is_set or not config.jax_enable_compilation_cache:
         return
     for name, value in make_settings(os.environ, warns=warns).items():
         convert = str if name == _FOLDER else int
@@ -164,11 +164,9 @@ def _list_unfinished(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def _hash_cpu() -> str:
     """Returns a hash of the features of this machine's CPU."""
-    features = platform.machine()
-    try:
+    features, lines = platform.machine(), [platform.processor()]
+    with contextlib.suppress(OSError):
         lines = _CPU_INFO.read_text("utf-8", "replace").splitlines()
-    except OSError:
-        lines = [platform.processor()]
     wanted = ("flags", "Features", "model name")
     features += "\n".join(sorted({x for x in lines if x.startswith(wanted)}))
     return hashlib.sha256(features.encode()).hexdigest()[:12]

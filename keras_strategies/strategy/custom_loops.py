@@ -243,9 +243,8 @@ class CustomLoops:
                 )
             if options.distribute is not None:
                 policy = options.distribute.policy
-        return self._make_distributed(
-            make_dataset_source(dataset, mesh, policy=policy)
-        )
+        source = make_dataset_source(dataset, mesh, policy=policy)
+        return self._make_distributed(source)
 
     def experimental_make_numpy_dataset(self, arrays: Tree) -> NumpyDataset:
         """Makes a dataset from the rows of arrays; `.batch(B)` batches it.
@@ -285,11 +284,8 @@ class CustomLoops:
             return dry.distribute(self, dataset_fn, is_function=True)
         self._check_call("distribute_datasets_from_function")
         check_input_options(options)
-        is_per_replica = (
-            options is not None
-            and options.experimental_replication_mode
-            is InputReplicationMode.PER_REPLICA
-        )
+        mode = getattr(options, "experimental_replication_mode", None)
+        is_per_replica = mode is InputReplicationMode.PER_REPLICA
         mesh = self._runtime.mesh
         source = agree_source.build_on_all_processes(
             mesh,

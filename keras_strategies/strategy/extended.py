@@ -109,10 +109,8 @@ class StrategyExtended:
           value_destination_pairs: Pairs of a value and a destination.
           options: Not used.
         """
-        return [
-            self.reduce_to(reduce_op, value, destination)
-            for value, destination in value_destination_pairs
-        ]
+        pairs = value_destination_pairs
+        return [self.reduce_to(reduce_op, v, place) for v, place in pairs]
 
     def update(
         self,

@@ -284,16 +284,12 @@ def list_local_results(value: Tree, mesh: ReplicaMesh) -> tuple[Any, ...]:
     nest = open_nest(value, values.is_distributed)
     leaves, structure = jax.tree.flatten(nest, is_leaf=values.is_distributed)
     leaves = [_read_variable(leaf, mesh) for leaf in leaves]
-    counts = {
-        len(leaf.values) for leaf in leaves if values.is_distributed(leaf)
-    }
-    if not counts:
+    spread = [leaf.values for leaf in leaves if values.is_distributed(leaf)]
+    if not spread:
         return (value,)
-    (count,) = counts
     columns = [
-        leaf.values if values.is_distributed(leaf) else (leaf,) * count
+        leaf.values if values.is_distributed(leaf) else (leaf,) * len(spread[0])
         for leaf in leaves
     ]
-    return tuple(
-        jax.tree.unflatten(structure, row) for row in zip(*columns, strict=True)
-    )
+    rows = zip(*columns, strict=True)
+    return tuple(jax.tree.unflatten(structure, row) for row in rows)

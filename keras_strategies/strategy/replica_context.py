@@ -283,9 +283,8 @@ class ReplicaContext:
     def _check_current(self, name: str) -> None:
         if self._step is not None:
             self._step.note_replica_use(name)
-        if self._step is None and not current.stack.replicas:
-            return
-        if current.stack.replicas[-1:] == [self]:
+        is_outside = self._step is None and not current.stack.replicas
+        if is_outside or current.stack.replicas[-1:] == [self]:
             return
         raise RuntimeError(
             "A replica context can be used only inside of the function in "
@@ -313,13 +312,13 @@ def normalize_dim(axis: int, array: Array, name: str) -> int:
       ValueError: if the array does not have that dimension.
     """
     if not -array.ndim <= axis < array.ndim:
+        what, cure = "a scalar", "Add a dimension: x[None]."
+        if array.ndim:
+            what = f"shape {tuple(array.shape)}"
+            cure = f"Choose one in [{-array.ndim}, {array.ndim})."
         raise ValueError(
             f"The axis of `{name}` must be a dimension of the value. Received: "
-            f"axis={axis} for shape {tuple(array.shape)}. Choose one in "
-            f"[{-array.ndim}, {array.ndim})."
-            if array.ndim
-            else f"The axis of `{name}` must be a dimension of the value. "
-            f"Received: axis={axis} for a scalar. Add a dimension: x[None]."
+            f"axis={axis} for {what}. {cure}"
         )
     return axis % array.ndim
 

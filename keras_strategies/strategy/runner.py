@@ -5,14 +5,14 @@ import contextlib
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from keras_strategies._types import Array, Leaf, Tree
+from keras_strategies._types import Leaf, Tree
 from keras_strategies.job.progress_pipe import report_training
 from keras_strategies.keras_bridge.ported_code import explaining_errors
 from keras_strategies.keras_bridge.step_context import ReplicaScope
@@ -61,8 +61,7 @@ class Runner:
     ) -> None:
         self._strategy = strategy
         self._mesh = mesh
-        self._programs: collections.OrderedDict[Any, list[RunProgram]]
-        self._programs = collections.OrderedDict()
+        self._programs = collections.OrderedDict[Any, list[RunProgram]]()
         self._last: dict[int, Any] = {}
         self._num_made: collections.Counter[Any] = collections.Counter()
         self._thread = _Thread()
@@ -148,10 +147,12 @@ class Runner:
         model_variables.sync_all_fits()
         split = [leaf for leaf in leaves if isinstance(leaf, values.PerReplica)]
         rows = [self._combine_components(value)[2] for value in split]
+
+        def call_replica(replica: int) -> Tree:
+            return call([_take_replica(v, replica, mesh) for v in leaves])
+
         return debug_run(
-            lambda replica: call(
-                [_take_replica(v, replica, mesh) for v in leaves]
-            ),
+            call_replica,
             mesh=mesh,
             scope=self._strategy.scope,
             replica_scope=self._make_replica_scope(call),
@@ -213,12 +214,7 @@ class Runner:
 
         def join_components(components: list[Any]) -> Tree:
             rest = iter(components)
-            return call(
-                kind[4]
-                if kind[0] == STATIC
-                else _take_component(kind, next(rest))
-                for kind in kinds
-            )
+            return call(_take_component(kind, rest) for kind in kinds)
 
         program = RunProgram(
             join_components,
@@ -249,10 +245,8 @@ class Runner:
 
     def _count_compilation(self, fn: Any) -> None:
         code = getattr(fn, "__code__", None)
-        if code is None:
-            return
         self._num_made[code] += 1
-        if self._num_made[code] == _WARN_AFTER:
+        if code is not None and self._num_made[code] == _WARN_AFTER:
             warnings.warn(
                 f"`run` has compiled {fn.__name__!r} {_WARN_AFTER} times. "
                 "It compiles a function again if the shapes or dtypes of its "
@@ -288,9 +282,7 @@ def _add_captured_note(error: ValueError, fn: Callable[..., Any]) -> None:
     JAX cannot index these arrays in a mapped function, because their mesh
     differs from the mesh of the trace.
     """
-    names = [
-        f"`{name}`" for name, value in _find_captured(fn) if _is_spread(value)
-    ]
+    names = [f"`{n}`" for n, value in _find_captured(fn) if _is_spread(value)]
     if names:
         error.add_note(
             "The function has captured arrays that are on several devices: "
@@ -388,5 +380,9 @@ def _take_replica(leaf: Leaf, replica: int, mesh: ReplicaMesh) -> Leaf:
     return leaf
 
 
-def _take_component(kind: tuple[Any, ...], array: Array) -> Array:
+def _take_component(kind: tuple[Any, ...], arrays: Iterator[Any]) -> Leaf:
+    """Returns an argument: a Python value, or the next of the arrays."""
+    if kind[0] == STATIC:
+        return kind[4]
+    array = next(arrays)
     return array[0] if kind[0] == values.STACKED else array

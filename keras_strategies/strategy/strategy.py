@@ -1,6 +1,5 @@
 """The behaviour that all strategies share."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -212,16 +211,14 @@ class Strategy(CustomLoops, PlanMixin):
         """
         binding = self._get_binding("compile_step", model)
         mesh, build = self._runtime.mesh, binding.build_for_shapes
-        lower = functools.partial(
-            lower_step,
-            model,
+        arguments = model, mesh, kind, batch, build
+        scope = binding.replica_scope
+        return compile_program(
+            lambda: lower_step(*arguments, replica_scope=scope),
             mesh,
-            kind,
-            batch,
-            build,
-            replica_scope=binding.replica_scope,
+            f"{kind} step",
+            compiler_options,
         )
-        return compile_program(lower, mesh, f"{kind} step", compiler_options)
 
     def compile_run(
         self,
@@ -336,9 +333,10 @@ class Strategy(CustomLoops, PlanMixin):
 
     def __repr__(self) -> str:
         mesh = self._runtime.mesh
-        names = [str(device) for device in mesh.devices[:4]]
-        if len(mesh.devices) > len(names):
-            names.append("...")
+        names = [
+            *map(str, mesh.devices[:4]),
+            *["..."] * (len(mesh.devices) > 4),
+        ]
         cores = mesh.cores_per_replica
         partitioner = self._runtime.distribution.placements.partitioner
         divided = ""

@@ -314,8 +314,6 @@ def test_an_error_in_the_background_is_raised_at_the_next_call(tmp_path):
         manager.save(1)
         manager.wait()
         manager.save(2)
-        # What makes the folder no checkpoint, before its manifest is written.
-        manager._storage._checkpointer.wait_until_finished()
         manager._storage._finished.wait()
         manager._storage._error = OSError("no space")
         with pytest.raises(OSError, match="no space"):

@@ -89,9 +89,9 @@ def make_damage_error(
 
 def quote_name(name: str) -> str:
     """Formats a name for a message; quotes it if it has unusual characters."""
-    if name.isprintable() and name.isascii() and " " not in name and name:
-        return name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}..."
-    text = ascii(name[: _MAX_SHOWN + 1])
+    text = name
+    if not (name.isprintable() and name.isascii() and name) or " " in name:
+        text = ascii(name[: _MAX_SHOWN + 1])
     return text if len(name) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
@@ -127,9 +127,8 @@ def find_files(path: pathlib.Path) -> dict[str, int]:
     with translate_errors(path):
         for name, status in _walk(path):
             if not stat.S_ISREG(status.st_mode):
-                fault = (
-                    f"it is a {describe_kind(status)}, not a file or a folder"
-                )
+                kind = describe_kind(status)
+                fault = f"it is a {kind}, not a file or a folder"
                 raise make_damage_error(path, name, fault)
             if name != MANIFEST:
                 sizes[name] = status.st_size
@@ -173,14 +172,10 @@ def translate_errors(
         fault = _GONE if not path.exists() else "it is missing"
         raise make_damage_error(path, name, fault) from None
     except OSError as error:
+        fault = f"it cannot be read: {error.strerror or type(error).__name__}"
         if error.errno == errno.ELOOP:
-            raise make_damage_error(
-                path, name, "it is a symbolic link"
-            ) from None
-        text = error.strerror or type(error).__name__
-        raise make_damage_error(
-            path, name, f"it cannot be read: {text}"
-        ) from error
+            fault = "it is a symbolic link"
+        raise make_damage_error(path, name, fault) from error
 
 
 @contextlib.contextmanager
@@ -288,20 +283,14 @@ def _make_missing_error(path: pathlib.Path) -> DamagedCheckpoint:
         cure = "It may have been deleted since it was listed. Use another step."
         return make_damage_error(path, None, fault, cure)
     steps = find_steps(path.parent)
+    start = ["..."] * (len(steps) > _MAX_STEPS)
+    shown = ", ".join([*start, *map(str, steps[-_MAX_STEPS:])]) or "none"
     return DamagedCheckpoint(
         f"There is no checkpoint of step {step} in {str(path.parent)!r}. "
-        f"Available steps: {_list_steps(steps)}.",
+        f"Available steps: {shown}.",
         path=path,
         fault=fault,
     )
-
-
-def _list_steps(steps: list[int]) -> str:
-    """Formats a list of steps; if it is long, includes only the last ones."""
-    if not steps:
-        return "none"
-    start = "..., " if len(steps) > _MAX_STEPS else ""
-    return start + ", ".join(map(str, steps[-_MAX_STEPS:]))
 
 
 def _walk(path: pathlib.Path) -> Iterator[tuple[str, os.stat_result]]:

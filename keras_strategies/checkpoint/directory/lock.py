@@ -295,15 +295,13 @@ def _write_writer(descriptor: int) -> None:
 
 def _read_writer(descriptor: int) -> Writer:
     """Reads the writer from a lock file, whose content is not trusted."""
-    try:
+    content = None
+    with contextlib.suppress(OSError, ValueError):
         os.lseek(descriptor, 0, os.SEEK_SET)
         text = os.read(descriptor, _MAX_BYTES)
         content = load_json(text, max_characters=_MAX_BYTES)
-    except (OSError, ValueError):
-        return Writer()
-    if not isinstance(content, dict):
-        return Writer()
-    host, number, since = (content.get(key) for key in ("host", "pid", "since"))
+    entries = content if isinstance(content, dict) else {}
+    host, number, since = map(entries.get, ("host", "pid", "since"))
     is_number = type(number) is int and 0 < number < _MOST_PROCESSES
     is_time = isinstance(since, float) and 0 < since < _LAST_TIME
     return Writer(
@@ -316,13 +314,12 @@ def _read_writer(descriptor: int) -> Writer:
 def _make_taken_error(directory: pathlib.Path) -> RuntimeError:
     writer = find_writer(directory) or Writer()
     is_here = writer.host == socket.gethostname()
+    cure = "Use another directory for this run, or end the other run."
     if is_here and writer.process_id == os.getpid():
         cure = (
             "That is this process. Use the manager that has locked the "
             "directory, or close it first (`manager.close()`)."
         )
-    else:
-        cure = "Use another directory for this run, or end the other run."
     return RuntimeError(
         "Only one run at a time may write to a directory of checkpoints. "
         f"Received: {str(directory)!r}, which is locked by "

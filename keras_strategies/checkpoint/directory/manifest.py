@@ -229,33 +229,33 @@ def _write(path: pathlib.Path, text: bytes) -> None:
 
 
 def _parse(path: pathlib.Path, text: bytes) -> Manifest:
-    def damaged(fault: str, *cure: str) -> DamagedCheckpoint:
+    def make_error(fault: str, *cure: str) -> DamagedCheckpoint:
         return make_damage_error(path, MANIFEST, fault, *cure)
 
     if not text:
-        raise damaged("it is empty")
+        raise make_error("it is empty")
     try:
         content = load_json(text, max_characters=MAX_BYTES)
     except ValueError as error:
-        raise damaged(f"it is not a valid manifest: {error}") from None
+        raise make_error(f"it is not a valid manifest: {error}") from None
     if not isinstance(content, dict) or "version" not in content:
-        raise damaged("it has no version")
+        raise make_error("it has no version")
     if content["version"] != VERSION or isinstance(content["version"], bool):
-        raise damaged(f"its version is not {VERSION}", _NEWER)
+        raise make_error(f"its version is not {VERSION}", _NEWER)
     fault = "its keys are not those of a manifest"
     if set(content) == set(_FORM):
-        files = content["files"] if isinstance(content["files"], dict) else {}
-        form = _FORM | {"files": dict.fromkeys(files, (is_count, _is_sha256))}
-        fault = fault_of(content, form)
+        fault = fault_of(content, _FORM) or fault_of(
+            list(content["files"].values()), [(is_count, _is_sha256)], "files"
+        )
     if fault is not None:
-        raise damaged(fault)
+        raise make_error(fault)
     del content["checksum"]
-    files = {name: tuple(entry) for name, entry in files.items()}
+    files = {name: tuple(entry) for name, entry in content["files"].items()}
     manifest = Manifest(**content | {"files": files})
     # Compares all bytes, so that changes in whitespace or order are detected,
     # too.
     if _serialize(manifest) != text:
-        raise damaged(
+        raise make_error(
             "its checksum differs: it was changed after it was written"
         )
     return manifest

@@ -96,14 +96,15 @@ def check_writable(directory: str | os.PathLike[str]) -> None:
       OSError: if the disk is read-only or full.
     """
     path = pathlib.Path(directory)
-    existing = _find_existing(path)
-    if existing != path:
-        is_writable = os.access(existing, os.W_OK | os.X_OK)
-        fault = None
-        if not is_writable:
+    existing, fault = _find_existing(path), None
+    try:
+        if existing == path:
+            with tempfile.TemporaryFile(dir=path, prefix=".probe-") as file:
+                file.write(b"\0")
+        elif not os.access(existing, os.W_OK | os.X_OK):
             fault = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    else:
-        fault = _try_to_write(path)
+    except OSError as error:
+        fault = error
     if fault is not None:
         raise OSError(
             fault.errno,
@@ -149,17 +150,6 @@ def _find_existing(path: pathlib.Path) -> pathlib.Path:
         if os.path.lexists(folder):
             raise make_directory_error(folder)
     return path
-
-
-def _try_to_write(path: pathlib.Path) -> OSError | None:
-    # A file mode does not show whether this user can really write to the disk,
-    # so a temporary file is written.
-    try:
-        with tempfile.TemporaryFile(dir=path, prefix=".probe-") as file:
-            file.write(b"\0")
-    except OSError as error:
-        return error
-    return None
 
 
 _logger = logging.getLogger(__name__)
@@ -346,9 +336,9 @@ def _find_periodic(
 
 def _find_start(ordered: list[Manifest]) -> float:
     """Returns the start of a run, in seconds since 1970."""
-    starts = [_to_finite(entry.facts.get("started")) for entry in ordered]
+    starts = (_to_finite(entry.facts.get("started")) for entry in ordered)
     known = [start for start in starts if start is not None]
-    return min(known) if known else ordered[0].created
+    return min(known, default=ordered[0].created)
 
 
 def _find_best(ordered: list[Manifest], keep: Keep) -> set[int]:

@@ -4,6 +4,7 @@ A run may be writing to the directory at the same time. This module imports
 neither jax nor keras.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import enum
@@ -26,7 +27,6 @@ from keras_strategies.checkpoint.directory.lock import Writer, find_writer
 from keras_strategies.checkpoint.directory.names import (
     DELETING,
     MANIFEST,
-    RUN,
     find_entries,
     find_partial_saves,
     find_quarantined,
@@ -215,13 +215,10 @@ def _make_entry(
 
 def _read_contents(path: pathlib.Path) -> Contents:
     """Counts the arrays in a checkpoint by group; {} if it is unreadable."""
-    if not os.path.lexists(path / RUN):
-        return {}
-    try:
+    document: dict[str, Any] = {}
+    with contextlib.suppress(DamagedCheckpoint):
         document = read_document(path)
-    except DamagedCheckpoint:
-        return {}
-    if document["version"] != VERSION:
+    if document.get("version") != VERSION:
         return {}
     return {
         group: {
@@ -235,20 +232,18 @@ def _read_contents(path: pathlib.Path) -> Contents:
 def _find_left_behind(
     directory: str, writer: Writer | None
 ) -> tuple[LeftBehind, ...]:
-    found: list[tuple[pathlib.Path, str]] = []
-    for path in find_partial_saves(directory):
+    found = dict.fromkeys(find_partial_saves(directory), "")
+    how = "interrupted" if writer is None else "interrupted or running"
+    for path in found:
         act = "deletion" if DELETING in path.name else "save"
-        how = "interrupted" if writer is None else "interrupted or running"
-        found.append((path, f"{how} {act}"))
-    found += [
-        (path, "damaged, renamed by a run")
-        for path in find_quarantined(directory)
-    ]
+        found[path] = f"{how} {act}"
+    quarantined = find_quarantined(directory)
+    found |= dict.fromkeys(quarantined, "damaged, renamed by a run")
     return tuple(
         LeftBehind(
             name=quote_name(p.name), reason=reason, num_bytes=measure_size(p)
         )
-        for p, reason in found
+        for p, reason in found.items()
     )
 
 

@@ -90,10 +90,9 @@ def examine(
         findings += check_address(info, environ)
     chip_parts = [check_gpus(environ, info), check_tpus(environ)]
     jax_parts = [] if quick else _check_jax(environ, cluster, timeout_s)
-    number = None if info is None else info.process_id
-    process = ""
-    if info is not None and info.num_processes > 1 and number is not None:
-        process = f"process {number} of {info.num_processes}"
+    number, count = (info.process_id, info.num_processes) if info else (0, 1)
+    process = f"process {number} of {count}" * (count > 1)
+    process *= number is not None
     return Report(
         host=socket.gethostname(),
         when=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),

@@ -108,13 +108,8 @@ class Report:
     def summary(self) -> str:
         """The number of problems, such as "1 fault, 2 warnings"."""
         levels = collections.Counter(finding.level for finding in self.problems)
-        return (
-            ", ".join(
-                f"{count} {level}{'s' * (count > 1)}"
-                for level, count in levels.items()
-            )
-            or "nothing to change"
-        )
+        counts = [f"{n} {level}{'s' * (n > 1)}" for level, n in levels.items()]
+        return ", ".join(counts) or "nothing to change"
 
     @property
     def has_faults(self) -> bool:

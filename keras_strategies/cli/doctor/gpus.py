@@ -106,11 +106,10 @@ def read_driver_version(driver: Path = _DRIVER) -> str | None:
         text = driver.read_bytes()
     except OSError:
         try:
-            text = subprocess.run(
-                _SMI, capture_output=True, timeout=_SMI_S
-            ).stdout
+            ended = subprocess.run(_SMI, capture_output=True, timeout=_SMI_S)
         except (OSError, subprocess.TimeoutExpired):
             return None
+        text = ended.stdout
     found = _NUMBER.search(text.decode(errors="replace"))
     return found[1] if found else None
 
@@ -120,9 +119,8 @@ def _check_plugins(
 ) -> Iterator[Finding]:
     jaxlib = get_version("jaxlib") or ""
     installed = {name: get_version(name) or "" for name in _PLUGINS}
-    if not any(installed.values()) and local_gpus.allows_gpus(
-        environ.get("JAX_PLATFORMS")
-    ):
+    is_wanted = local_gpus.allows_gpus(environ.get("JAX_PLATFORMS"))
+    if is_wanted and not any(installed.values()):
         yield warning(
             "This machine has NVIDIA's driver, but JAX's plugin for CUDA is "
             "not installed, so JAX does not use GPUs.",

@@ -63,10 +63,7 @@ def check_packages(
     ]
     findings = []
     if python < LEAST_PYTHON:
-        old, least = (
-            versions.format_version(python),
-            versions.format_version(LEAST_PYTHON),
-        )
+        old, least = map(versions.format_version, (python, LEAST_PYTHON))
         cure = "Create a virtual environment with a newer Python."
         findings.append(fault(f"Python {old} is older than {least}.", cure))
     for package in versions.LEAST:
@@ -87,18 +84,17 @@ def check_packages(
 
 def _check_package(package: str, version: str | None) -> Iterator[Finding]:
     cure = f"pip install --upgrade '{versions.make_requirement(package)}'"
-    least = versions.LEAST[package]
+    least, below = versions.LEAST[package], versions.BELOW.get(package)
+    number = versions.parse_version(version or "")
     if version is None:
         yield fault(f"{package} is not installed.", cure)
-    elif versions.parse_version(version) < least:
+    elif number < least:
         yield fault(
             f"{package} {version} is older than "
             f"{versions.format_version(least)}, the oldest supported version.",
             cure,
         )
-    elif versions.parse_version(version) >= versions.BELOW.get(
-        package, (10**9,)
-    ):
+    elif below and number >= below:
         yield warning(
             f"{package} {version} is newer than the tested versions (see "
             "docs/versions.md).",
@@ -210,9 +206,7 @@ def _check_keras(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _check_platforms(text: str) -> Iterator[Finding]:
-    unknown = [
-        name for name in text.split(",") if name and name not in _PLATFORMS
-    ]
+    unknown = sorted(set(filter(None, text.split(","))) - _PLATFORMS)
     if unknown:
         yield note(
             f"JAX_PLATFORMS contains {', '.join(map(repr, unknown))}, which "
@@ -224,12 +218,9 @@ def _check_platforms(text: str) -> Iterator[Finding]:
 def _check_virtual_devices(
     flags: list[str], num_cores: int
 ) -> Iterator[Finding]:
-    counts = [
-        flag.removeprefix(DEVICE_COUNT)
-        for flag in flags
-        if flag.startswith(DEVICE_COUNT)
-    ]
-    for count in counts[-1:]:  # If the flag is repeated, XLA uses the last one.
+    counts = [flag for flag in flags if flag.startswith(DEVICE_COUNT)]
+    for flag in counts[-1:]:  # If the flag is repeated, XLA uses the last one.
+        count = flag.removeprefix(DEVICE_COUNT)
         if not (count.isascii() and count.isdigit()):
             yield fault(
                 "XLA_FLAGS sets the number of virtual devices to something "

@@ -119,12 +119,8 @@ def _find_lockers(proc: Path, lock: Path) -> set[int]:
     """Returns the processes that hold a lock, including other users'."""
     with contextlib.suppress(OSError):
         text = (proc / "locks").read_text(errors="replace")
-        held = rf"\d+: \w+ +\w+ +\w+ +(\d{{1,9}}) \S+:{lock.stat().st_ino} "
-        return {
-            int(m[1])
-            for m in map(re.compile(held).match, text.splitlines())
-            if m
-        }
+        held = rf"^\d+: \w+ +\w+ +\w+ +(\d{{1,9}}) \S+:{lock.stat().st_ino} "
+        return set(map(int, re.findall(held, text, re.ASCII | re.MULTILINE)))
     return set()
 
 

@@ -34,22 +34,17 @@ def find_gpu_fault(
     if not uses_gpus(environ, platform, dev):
         return ""
     platforms = environ.get(_JAX_PLATFORMS, "").lower()
-    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+    has_gpus = not platforms or {"cuda", "gpu"} & set(platforms.split(","))
+    if not has_gpus or count_visible_gpus(environ, dev) == 0:
+        name = VISIBLE if has_gpus else _JAX_PLATFORMS
+        value = environ.get(VISIBLE, "") if has_gpus else platforms
         return (
-            f"--platform {platform} needs GPUs, but {_JAX_PLATFORMS}="
-            f"{shorten(platforms)} hides them. Unset {_JAX_PLATFORMS}, or omit "
-            "--platform."
+            f"--platform {platform} needs GPUs, but {name}={shorten(value)} "
+            f"hides them. Unset {name}, or omit --platform."
         )
-    if count_visible_gpus(environ, dev) == 0:
-        return (
-            f"--platform {platform} needs GPUs, but {VISIBLE}="
-            f"{shorten(environ.get(VISIBLE, ''))} hides them. Unset {VISIBLE}, "
-            "or omit --platform."
-        )
-    if num_processes == 1:
-        return ""
     try:
-        _choose_gpus(environ, 1, num_processes, dev)
+        if num_processes > 1:
+            _choose_gpus(environ, 1, num_processes, dev)
     except ValueError as error:
         return str(error)
     return ""

@@ -180,14 +180,14 @@ def _find_command_fault(name: str, is_module: bool) -> str:
         # it.
         path = [os.getcwd(), *sys.path]
         root = name.split(".")[0]
-        if root in sys.builtin_module_names or root in sys.modules:
+        known = {*sys.builtin_module_names, *sys.modules}
+        find = importlib.machinery.PathFinder.find_spec
+        if root in known or find(root, path) is not None:
             return ""
-        if importlib.machinery.PathFinder.find_spec(root, path) is None:
-            return (
-                f"the module {name!r} does not exist. Install it, or run this "
-                "command in the folder that contains it."
-            )
-        return ""
+        return (
+            f"the module {name!r} does not exist. Install it, or run this "
+            "command in the folder that contains it."
+        )
     path = pathlib.Path(name)
     if not path.exists():
         return (
@@ -203,10 +203,9 @@ def _find_command_fault(name: str, is_module: bool) -> str:
 
 def _find_flags_fault(environ: Mapping[str, str]) -> str:
     try:
-        read_flags(environ)
+        return read_flags(environ) and ""
     except ValueError as error:
         return str(error)
-    return ""
 
 
 def _find_limit_fault(num_processes: int) -> str:
@@ -215,10 +214,9 @@ def _find_limit_fault(num_processes: int) -> str:
     needed = _FILES_PER_PROCESS * num_processes + _OTHER_FILES
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    if limit == unlimited or needed <= limit:
-        return ""
     if most == unlimited or needed <= most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
+        if limit != unlimited and needed > limit:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
         return ""
     return (
         f"{num_processes} processes need {needed} open files. Received: a "

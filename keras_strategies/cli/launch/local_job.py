@@ -40,6 +40,14 @@ _PEER_FAILED = 1.0
 _PREEMPTED = 25.0
 _INTERRUPTED = (5.0, 8.0)
 _SEND_LINE = "send line"
+# How a job ended, by the exit code of its first cause. Every failed process
+# reports that a peer failed. The peer may have exited too early, with exit code
+# 0.
+_ENDS = {
+    ExitCode.PREEMPTED: "preempted: the processes stopped with exit code 75",
+    ExitCode.PEER_FAILED: "the processes ended with exit code 71; see their "
+    "last lines for the cause",
+}
 Action = int | str
 """The signal to send to the running processes, or `_SEND_LINE`."""
 
@@ -216,15 +224,8 @@ class _Job:
         fault = ""
         try:
             for index, environ in enumerate(environments):
-                child = Child(
-                    index,
-                    words,
-                    environ,
-                    self._output,
-                    self._names[index],
-                    self._progress,
-                )
-                self._children.append(child)
+                out = self._output, self._names[index], self._progress
+                self._children.append(Child(index, words, environ, *out))
         except OSError as error:
             fault = (
                 f"process {len(self._children)} could not be started: {error}. "
@@ -375,17 +376,7 @@ class _Job:
             return end(code=code, text=fault, is_final=True)
         if cause is None:
             return end(code=0, is_final=True)
-        if cause.code == ExitCode.PREEMPTED:
-            text = "preempted: the processes stopped with exit code 75"
-        elif cause.code == ExitCode.PEER_FAILED:
-            # Every failed process reports that a peer failed. The peer may have
-            # exited too early, with exit code 0.
-            text = (
-                "the processes ended with exit code 71; see their last lines "
-                "for the cause"
-            )
-        else:
-            text = cause.describe()
+        text = _ENDS.get(cause.code) or cause.describe()
         code = cause.code if cause.code > 0 else 128 - cause.code
         if fault:
             text = f"{fault}; {text}"

@@ -327,8 +327,7 @@ class _Host:
             )
         if hello["problem"]:
             return f"{self._name(process)}: {clean_text(hello['problem'])}"
-        mine = self._hellos[0]["facts"]
-        other = hello["facts"]
+        mine, other = self._hellos[0]["facts"], hello["facts"]
         for name in sorted(mine.keys() | other.keys()):
             if mine.get(name) != other.get(name):
                 return (
@@ -344,16 +343,14 @@ class _Host:
         missing = [i for i in range(self._count) if i not in self._hellos]
         if not missing:
             return ""
-        names = join_few([self._name(i) for i in missing])
-        unproved = join_few(
-            [self._name(i) for i in missing if i in self._unproved]
-        )
-        others = (
-            f" except from a process that claimed to be {unproved}, but did "
-            f"not prove that it knows the job's {VARIABLE}"
-            if unproved
-            else ""
-        )
+        unproved = [self._name(i) for i in missing if i in self._unproved]
+        names, others = join_few([self._name(i) for i in missing]), ""
+        if unproved:
+            others = (
+                f" except from a process that claimed to be "
+                f"{join_few(unproved)}, but did not prove that it knows the "
+                f"job's {VARIABLE}"
+            )
         return (
             f"All {self._count} processes must start within {timeout_s:.0f} s. "
             f"Received: nothing from {names}{others}. Read their logs, and "

@@ -187,10 +187,9 @@ def _iter_inner(equation: "JaxprEqn") -> Iterator[Any]:
 def _describe_constant(value: Array) -> str:
     text = f"constant {getattr(value, 'dtype', '')}{list(np.shape(value))}"
     is_here = getattr(value, "is_fully_addressable", True)
-    if not is_here or getattr(value, "nbytes", 0) > _MAX_CONSTANT_BYTES:
-        return text
-    is_numeric = jax.numpy.issubdtype(np.result_type(value), np.generic)
-    if not is_numeric:
+    is_large = getattr(value, "nbytes", 0) > _MAX_CONSTANT_BYTES
+    dtype = np.result_type(value)
+    if not is_here or is_large or not jax.numpy.issubdtype(dtype, np.generic):
         return text
     return f"{text} {compute_digest(np.asarray(value))}"
 
@@ -235,10 +234,7 @@ def _describe_difference(
     for process, digest in zip(processes, digests, strict=True):
         groups.setdefault(digest, []).append(process)
     there = dict(zip(processes, map(clean_text, shown), strict=True))
-    parts = [
-        f"{name_processes(group)}: {there[group[0]]}"
-        for group in groups.values()
-    ]
+    parts = [f"{name_processes(g)}: {there[g[0]]}" for g in groups.values()]
     return (
         "All processes must run the same program. Received: traced programs "
         f"whose first different line is {first + 1} ({'; '.join(parts)}). "
@@ -248,16 +244,13 @@ def _describe_difference(
 
 def _show_line(traced: Traced, number: int) -> str:
     """Returns a line of a program, with the line of user code it comes from."""
-    lines = traced.closed.jaxpr.pretty_print(
-        source_info=True, use_color=False
-    ).splitlines()
+    shown = traced.closed.jaxpr.pretty_print(source_info=True, use_color=False)
+    lines = shown.splitlines()
     constants = [*_iter_constants(traced.closed)][number - len(lines) :][:1]
     if number < len(lines):
         line, _, place = lines[number].partition(" # ")
         shown = f"`{_ADDRESS.sub('', line).strip()[:_MAX_SHOWN]}`"
-        num_before = sum(
-            text.endswith(f" # {place}") for text in lines[:number]
-        )
+        num_before = sum(x.endswith(f" # {place}") for x in lines[:number])
         position = _locate(traced.closed, place, num_before)
     elif constants:
         ((value, equation),) = constants
@@ -286,14 +279,12 @@ def _locate(closed: "ClosedJaxpr", place: str, num_before: int) -> str:
         The file may be one of Keras.
       num_before: The number of earlier equations from the same place.
     """
-    there = [
-        equation
-        for equation in _iter_equations(closed)
-        if any(
-            place.startswith(f"{frame.file_name}:{frame.line_num}:")
-            for frame in _list_frames(equation)
-        )
-    ]
+
+    def is_there(frame: Any) -> bool:
+        return place.startswith(f"{frame.file_name}:{frame.line_num}:")
+
+    equations = _iter_equations(closed)
+    there = [e for e in equations if any(map(is_there, _list_frames(e)))]
     return _locate_user(there[: num_before + 1][-1]) if there else ""
 
 

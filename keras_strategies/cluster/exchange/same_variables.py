@@ -195,7 +195,7 @@ def _describe_difference(
         texts, form, processes=processes, about="different variables"
     )
     others = [
-        Note(**{name: clean_text(one[name]) for name in names}) if one else None
+        one and Note(**{name: clean_text(one[name]) for name in names})
         for one in received
     ]
     groups: dict[str, list[int]] = {}

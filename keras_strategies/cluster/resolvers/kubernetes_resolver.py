@@ -150,13 +150,10 @@ class KubernetesClusterResolver(ClusterResolver):
         """
         if self._is_job:
             return ClusterSpec({"worker": {0: self._read().coordinator}})
+        listed = self._list_addresses
         return ClusterSpec(
             {
-                job: [
-                    address
-                    for selector in selectors
-                    for address in self._list_addresses(selector)
-                ]
+                job: [address for s in selectors for address in listed(s)]
                 for job, selectors in self._labels.items()
             }
         )
@@ -184,9 +181,8 @@ class KubernetesClusterResolver(ClusterResolver):
 
     def _list_addresses(self, selector: str) -> list[str]:
         """Returns the addresses of matching pods, sorted by pod name."""
-        pods = self._client.list_pod_for_all_namespaces(
-            label_selector=selector
-        ).items
+        find = self._client.list_pod_for_all_namespaces
+        pods = find(label_selector=selector).items
         pods = sorted(pods, key=lambda pod: pod.metadata.name)
         for pod in pods:
             if pod.status.phase != "Running":

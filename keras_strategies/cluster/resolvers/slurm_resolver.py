@@ -110,9 +110,7 @@ class SlurmClusterResolver(ClusterResolver):
         hosts = _read_hosts(environ, tasks_per_node)
         _check_counts(jobs, hosts, rank)
         most_on_host = max(count for _, count in hosts)
-        bound = 0
-        if gpus_per_node is None:
-            bound = _count_bound_gpus(environ)
+        bound = _count_bound_gpus(environ) if gpus_per_node is None else 0
         gpus = _compute_gpus_per_task(
             environ, gpus_per_node, gpus_per_task, most_on_host, bound
         )
@@ -160,12 +158,10 @@ def _read_hosts(
             hosts.sort(key=lambda item: places.get(item[0], len(places)))
     else:
         names = expand_hostlist(read_text(environ, _HOSTS, SETTER))
-        if tasks_per_node is not None:
-            counts = [tasks_per_node] * len(names)
-        else:
-            counts = expand_tasks_per_node(
-                read_text(environ, _TASKS_PER_NODE, SETTER)
-            )
+        counts = [tasks_per_node] * len(names)
+        if tasks_per_node is None:
+            text = read_text(environ, _TASKS_PER_NODE, SETTER)
+            counts = expand_tasks_per_node(text)
         if len(counts) != len(names):
             raise ValueError(
                 f"{_HOSTS} and {_TASKS_PER_NODE} must have one entry for each "
@@ -219,9 +215,7 @@ def _compute_gpus_per_task(
     if bound and gpus_per_task is None:
         return bound
     if gpus_per_node is None:
-        gpus_per_node = _count_visible_gpus(environ)
-        if bound:
-            gpus_per_node = most_on_host * bound
+        gpus_per_node = most_on_host * bound or _count_visible_gpus(environ)
     if gpus_per_task is None:
         return gpus_per_node // most_on_host
     if most_on_host * gpus_per_task > gpus_per_node:
@@ -239,19 +233,20 @@ def _count_bound_gpus(environ: Mapping[str, str]) -> int:
 
     The result is 0 if each task sees all GPUs of the step on its host.
     """
-    if not environ.get(_NUM_GPUS):
-        return 0
     visible = _count_visible_gpus(environ)
-    is_part = visible < read_number(environ, _NUM_GPUS, SETTER)
-    return visible if is_part else 0
+    return visible if visible < _count_step_gpus(environ) else 0
 
 
 def _count_visible_gpus(environ: Mapping[str, str]) -> int:
     if _VISIBLE_GPUS in environ:
         return len([gpu for gpu in environ[_VISIBLE_GPUS].split(",") if gpu])
-    if not environ.get(_NUM_GPUS):
-        return 0
-    return read_number(environ, _NUM_GPUS, SETTER)
+    return _count_step_gpus(environ)
+
+
+def _count_step_gpus(environ: Mapping[str, str]) -> int:
+    """Returns the number of GPUs of the step on this host; 0 if unknown."""
+    is_set = bool(environ.get(_NUM_GPUS))
+    return read_number(environ, _NUM_GPUS, SETTER) if is_set else 0
 
 
 def _allocate(

@@ -39,12 +39,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
     """
     hosts: list[str] = []
     for parts in _split(hostlist):
-        choices = [
-            list(_expand_ranges(part[1:-1], hostlist))
-            if part.startswith("[")
-            else [part]
-            for part in parts
-        ]
+        choices = [list(_expand_ranges(part, hostlist)) for part in parts]
         count = math.prod(map(len, choices))
         if len(hosts) + count > _MAX_HOSTS:
             raise _make_error(hostlist, "it has too many hosts")
@@ -132,9 +127,12 @@ def _split(hostlist: str) -> Iterator[list[str]]:
         entry = []
 
 
-def _expand_ranges(ranges: str, hostlist: str) -> Iterator[str]:
+def _expand_ranges(text: str, hostlist: str) -> Iterator[str]:
+    if not text.startswith("["):
+        yield text
+        return
     total = 0
-    for part in ranges.split(","):
+    for part in text[1:-1].split(","):
         match = _RANGE.fullmatch(part)
         if not match:
             raise _make_error(

@@ -126,14 +126,14 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @ClusterResolver.task_type.getter
     def task_type(self) -> str | None:
-        """The job of this process: the value that was set, else TF_CONFIG's."""
+        """Returns the job that was set, else the one in TF_CONFIG."""
         if self._task_type is None:
             return self._read().task_type
         return str(self._task_type)
 
     @ClusterResolver.task_id.getter
     def task_id(self) -> int | None:
-        """The index of this process in its job, as set, else TF_CONFIG's."""
+        """Returns the index that was set, else the one in TF_CONFIG."""
         if self._task_id is None:
             return self._read().task_id
         return parse_index(self._task_id, "`task_id`")

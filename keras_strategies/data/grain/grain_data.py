@@ -121,13 +121,10 @@ class _MapBatches:
         offset = 0 if self.length is None else epoch * self._len
 
         def part(index: int) -> Part:
-            if self.stacked is None:
-                return take(
-                    self._read_batch(offset + index),
-                    cut,
-                    has_checksums=self.has_checksums,
-                )
-            return self._read_rows(self.stacked, epoch, index, cut)
+            if self.stacked is not None:
+                return self._read_rows(self.stacked, epoch, index, cut)
+            batch = self._read_batch(offset + index)
+            return take(batch, cut, has_checksums=self.has_checksums)
 
         return _read_in_threads(part, range(start, self._len))
 
@@ -152,9 +149,8 @@ class _MapBatches:
 
         def read(start: int, stop: int) -> Tree:
             read = stacked.read([*range(first + start, first + stop)])
-            return _to_arrays(
-                stack_rows(read, "Pad the rows before `.batch(...)`.")
-            )
+            cure = "Pad the rows before `.batch(...)`."
+            return _to_arrays(stack_rows(read, cure))
 
         return self._process_rows.make_part(read, rows, cut, self._checksum)
 
@@ -177,9 +173,7 @@ class _IteratedBatches:
         self.batch_size = _find_batch_size(dataset)
         if self.batch_size is None:
             iterator = iter(dataset)
-            first = [
-                _to_arrays(batch) for batch in itertools.islice(iterator, 1)
-            ]
+            first = list(map(_to_arrays, itertools.islice(iterator, 1)))
             self._first_pass = iterator, first
             if first:
                 self.batch_size = _count_rows(first[0])
@@ -192,9 +186,8 @@ class _IteratedBatches:
                 position += 1
                 self._keep_state(position, iterator)
                 if position > start:
-                    yield take(
-                        _to_arrays(batch), cut, has_checksums=self.has_checksums
-                    )
+                    arrays = _to_arrays(batch)
+                    yield take(arrays, cut, has_checksums=self.has_checksums)
         finally:
             # grain's iterators over a `DataLoader` have no `close`.
             getattr(iterator, "close", lambda: None)()
@@ -226,11 +219,9 @@ def _find_batch_size(dataset: Dataset) -> int | None:
 
     Returns None unless its last operation forms batches.
     """
-    batch = sys.modules["grain"].transforms.Batch
-    for operation in list(getattr(dataset, "_operations", ()))[-1:]:
-        if isinstance(operation, batch):
-            return operation.batch_size
-    return None
+    last = [None, *getattr(dataset, "_operations", ())][-1]
+    is_batch = isinstance(last, sys.modules["grain"].transforms.Batch)
+    return getattr(last, "batch_size", None) if is_batch else None
 
 
 def _is_divided(
@@ -334,10 +325,7 @@ def _to_arrays(batch: Tree) -> Tree:
     """Converts a batch to arrays, and a top-level list to a tuple for `fit`."""
     # Subclasses of `np.ndarray` are not converted: grain's subclass keeps alive
     # the shared memory that contains its values.
-    batch = jax.tree.map(
-        lambda leaf: leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf),
-        batch,
-    )
+    batch = jax.tree.map(np.asanyarray, batch)
     return tuple(batch) if type(batch) is list else batch
 
 

@@ -6,7 +6,7 @@ import itertools
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 import jax
@@ -64,11 +64,8 @@ class ArrayRows:
             batch = self._read_batch(self._paths[number])
             arrays, nest = jax.tree.flatten(batch)
             leaves = leaves or [
-                np.empty(
-                    (len(positions), *array.shape[1:]),
-                    array.dtype.newbyteorder("="),
-                )
-                for array in arrays
+                np.empty((len(items), *a.shape[1:]), a.dtype.newbyteorder("="))
+                for a in arrays
             ]
             for leaf, array in zip(leaves, arrays, strict=True):
                 leaf[_to_slice(at)] = array[rows]
@@ -171,10 +168,9 @@ def _shuffle(
     number, skip = divmod(start, window)
     items = rows.items(number * window)
     while in_window := list(itertools.islice(items, window)):
-        order = np.random.default_rng((*key, number)).permutation(
-            len(in_window)
-        )
-        yield from (in_window[place] for place in order[skip:].tolist())
+        generator = np.random.default_rng((*key, number))
+        order = generator.permutation(len(in_window))[skip:].tolist()
+        yield from map(in_window.__getitem__, order)
         number, skip = number + 1, 0
 
 
@@ -277,14 +273,9 @@ def _read_values(data: Files, path: str) -> Iterator[Any]:
     """Yields the values in a record file."""
     index = 0
     with _explain_errors(lambda: f"{path}, record {index}"):
-        records: Iterable[Any]
-        if callable(data.reader):
-            records = data.reader(path)
-        else:
-            records = {"text": _read_lines, "tfrecord": _read_tfrecords}[
-                data.reader
-            ](path)
-        for value in records:
+        readers = {"text": _read_lines, "tfrecord": _read_tfrecords}
+        read = data.reader if callable(data.reader) else readers[data.reader]
+        for value in read(path):
             yield value
             index += 1
 
@@ -300,9 +291,8 @@ def _read_tfrecords(path: str) -> Iterator[Any]:
     # TensorFlow (2.21) treats a record that is cut off as the end of the file
     # and raises no error; test_tfrecords checks this.
     if left:
-        raise EOFError(
-            f"the file ends {left} bytes after its last complete record"
-        )
+        place = f"{left} bytes after its last complete record"
+        raise EOFError(f"the file ends {place}")
 
 
 def _read_lines(path: str) -> Iterator[str]:

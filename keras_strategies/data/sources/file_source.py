@@ -73,9 +73,7 @@ class FilesSource(Source):
         if data.reader in ARRAYS:
             self._counts = count_array_rows(data)
         elif data.count is not False and not self.is_process_local:
-            self._counts = {
-                path: count_records(data, path) for path in data.paths
-            }
+            self._counts = {p: count_records(data, p) for p in data.paths}
         if self._counts and not self.is_process_local:
             whole, rest = divmod(sum(self._counts.values()), data.batch_size)
             self.num_batches = whole + bool(rest and not data.drop_remainder)
@@ -138,9 +136,8 @@ class FilesSource(Source):
         kind = ArrayRows if data.reader in ARRAYS else RecordRows
         rows = kind(data, paths, self._counts)
         key, process_rows = (self._seed, epoch, reader), ProcessRows()
-        for batch in iterate_batches(
-            rows, start * size, size, data.window, key
-        ):
+        drawn = iterate_batches(rows, start * size, size, data.window, key)
+        for batch in drawn:
             if len(batch) < size and data.drop_remainder:
                 return
             ends = f"{rows.label(batch[0])} {rows.label(batch[-1])}"

@@ -114,14 +114,11 @@ class FunctionSource(Source):
         context = InputContext(
             num_input_pipelines=count, num_replicas_in_sync=mesh.num_replicas
         )
-        self._datasets = [
-            prepare(
-                dataset_fn(dataclasses.replace(context, input_pipeline_id=i))
-            )
-            for i in pipelines
-        ]
-        for dataset in self._datasets:
-            check_batches(dataset)
+        self._datasets = []
+        for i in pipelines:
+            place = dataclasses.replace(context, input_pipeline_id=i)
+            self._datasets.append(prepare(dataset_fn(place)))
+            check_batches(self._datasets[-1])
 
     def summary(self) -> Summary:
         """See `Source.summary`."""
@@ -152,9 +149,7 @@ class FunctionSource(Source):
             _check_equal(present)
             empty = jax.tree.map(lambda leaf: leaf[:0], present[0])
             filled = [empty if part is None else part for part in parts]
-            counts = tuple(
-                0 if part is None else num_rows(part) for part in parts
-            )
+            counts = tuple(map(num_rows, filled))
             data = jax.tree.map(lambda *leaves: np.concatenate(leaves), *filled)
             yield Part(data=data, rows=sum(counts), counts=counts)
 

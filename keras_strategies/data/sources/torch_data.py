@@ -77,9 +77,8 @@ class TorchSource(LoadedSource):
         is_iterable = isinstance(loader.dataset, _data().IterableDataset)
         if type(loader) is _data().DataLoader and not is_iterable:
             should_shuffle = shuffle and loader is not data
-            batches = _IndexedBatches(
-                loader, seed, process_index, should_shuffle
-            )
+            order = seed, process_index, should_shuffle
+            batches = _IndexedBatches(loader, *order)
         else:
             batches = _IteratedBatches(loader, seed)
         super().__init__(batches, num_processes, policy, is_divided=is_divided)
@@ -135,13 +134,9 @@ class _IndexedBatches:
         _set_epoch(self._loader.dataset, epoch)
         keys = self._read_keys(epoch, start)
         if not self.is_by_rows:
+            options = {"has_checksums": self.has_checksums, "is_copied": True}
             for batch in self._read_items(keys, epoch, start):
-                yield take(
-                    _to_arrays(batch),
-                    cut,
-                    has_checksums=self.has_checksums,
-                    is_copied=True,
-                )
+                yield take(_to_arrays(batch), cut, **options)
             return
         plan, ahead = itertools.tee(_plan_reads(keys, cut))
         needed = (wanted[0] for wanted in ahead if wanted[0] is not None)
@@ -151,9 +146,8 @@ class _IndexedBatches:
             data = no_rows if wanted is None else _to_arrays(next(items))
             if no_rows is None:
                 no_rows = jax.tree.map(lambda leaf: leaf[:0], data)
-            yield Part(
-                data=data if count else no_rows, rows=rows, checksum=checksum
-            )
+            data = data if count else no_rows
+            yield Part(data=data, rows=rows, checksum=checksum)
 
     def _read_keys(self, epoch: int, start: int) -> Iterator[Any]:
         """Returns an iterator over lists of keys, one for each batch."""

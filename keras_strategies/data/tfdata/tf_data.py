@@ -339,11 +339,8 @@ def _find_batch_size(dataset: Dataset) -> int | None:
     """
     tf = tensorflow()
     specs = tf.nest.flatten(dataset.element_spec)
-    sizes = {
-        None if spec.shape.rank is None else spec.shape[0]
-        for spec in specs
-        if not _is_none(spec)
-    }
+    shapes = [spec.shape for spec in specs if not _is_none(spec)]
+    sizes = {None if shape.rank is None else shape[0] for shape in shapes}
     if None not in sizes:
         return sizes.pop() if len(sizes) == 1 else None
     size = int(

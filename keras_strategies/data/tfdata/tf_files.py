@@ -1,9 +1,12 @@
 """Splitting tf.data datasets by their files, and finding damaged files."""
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from keras_strategies._types import Dataset
 from keras_strategies.data.tfdata.tf_graph import (
@@ -85,15 +88,12 @@ def split_by_files(
         (source,) = top.datasets(shard)
         if any(above.name in names for above in list_upstream(top, source)):
             return FileSplit(obstacle="a part of it would be split twice")
-        num_files = _count_elements(
-            build_part(graph_of_part, source), num_processes
-        )
-        if num_files < num_processes:
-            return FileSplit(
-                obstacle=f"it reads {num_files} "
-                f"file{'' if num_files == 1 else 's'}, too few for "
-                f"{num_processes} processes"
-            )
+        part_of_files = build_part(graph_of_part, source)
+        count = _count_elements(part_of_files, num_processes)
+        if count < num_processes:
+            files = f"{count} file{'s' * (count != 1)}"
+            why = f"it reads {files}, too few for {num_processes} processes"
+            return FileSplit(obstacle=why)
     if not shards:
         return FileSplit(obstacle="it reads no files that can be split")
     return FileSplit(
@@ -107,11 +107,8 @@ def _rewrite(
     dataset: Dataset, num_processes: int, process_index: int
 ) -> Dataset:
     tf = tensorflow()
-    specs = [
-        spec
-        for spec in tf.nest.flatten(dataset.element_spec)
-        if isinstance(spec, tf.TensorSpec)
-    ]
+    leaves = tf.nest.flatten(dataset.element_spec)
+    specs = [leaf for leaf in leaves if isinstance(leaf, tf.TensorSpec)]
     variant = tf.raw_ops.AutoShardDataset(
         input_dataset=tf.data.experimental.to_variant(dataset),
         num_workers=num_processes,
@@ -230,9 +227,7 @@ def find_texts(graph: Graph) -> tuple[str, ...]:
     for scope in list_scopes(graph):
         for node in scope.nodes:
             if node.op == "Const" and node.attr["dtype"].type == text:
-                values = read_constant(node)
-                assert values is not None
-                texts += map(os.fsdecode, values.ravel())
+                texts += map(os.fsdecode, np.ravel(read_constant(node)))
     return tuple(dict.fromkeys(filter(None, texts)))
 
 
@@ -266,9 +261,8 @@ def _find_bad_record(name: str, compression: str) -> int | None:
     """Returns the index of the first record that cannot be read, or None."""
     tf = tensorflow()
     count = 0
-    try:
+    with contextlib.suppress(tf.errors.OpError):
         for _ in tf.data.TFRecordDataset(name, compression):
             count += 1
-    except tf.errors.OpError:
-        return count
-    return None
+        return None
+    return count

@@ -152,14 +152,14 @@ class Scope:
         name = node.input[index].removeprefix("^").split(":")[0]
         return self._named.get(name)
 
+    def sources(self, node: Node) -> list[Node | None]:
+        """Returns the nodes of all inputs; see `source`."""
+        return [self.source(node, i) for i in range(len(node.input))]
+
     def datasets(self, node: Node) -> list[Node]:
         """Returns the nodes of the datasets that a node reads."""
-        sources = (self.source(node, i) for i in range(len(node.input)))
-        return [
-            source
-            for source in sources
-            if source is not None and get_kind(source).endswith("Dataset")
-        ]
+        sources = filter(None, self.sources(node))
+        return [s for s in sources if get_kind(s).endswith("Dataset")]
 
     def value(self, node: Node, index: int) -> np.ndarray | None:
         """Returns an input's value if it is a numeric or string constant.
@@ -236,25 +236,20 @@ def find_sink(top: Scope) -> Node:
 
 def list_upstream(scope: Scope, node: Node) -> list[Node]:
     """Returns a node and all nodes that it depends on."""
-    found = {}
-    waiting = [node]
+    found, waiting = {}, [node]
     while waiting:
         node = waiting.pop()
         if node is not None and node.name not in found:
             found[node.name] = node
-            waiting += [scope.source(node, i) for i in range(len(node.input))]
+            waiting += scope.sources(node)
     return list(found.values())
 
 
 def list_functions(node: Node) -> list[str]:
     """Returns the names of the functions that a node calls."""
-    attrs = (node.attr[key] for key in sorted(node.attr))
-    return [
-        name
-        for attr in attrs
-        for name in (attr.func.name, *(f.name for f in attr.list.func))
-        if name
-    ]
+    attrs = [node.attr[key] for key in sorted(node.attr)]
+    found = [f.name for a in attrs for f in (a.func, *a.list.func)]
+    return list(filter(None, found))
 
 
 def list_called(graph: Graph, nodes: Iterable[Node]) -> list[Node]:

@@ -176,13 +176,11 @@ def read_seeds(graph: Graph) -> list[list[int | None]]:
     user has given none. These seeds depend on the random operations that the
     process has created before.
     """
-    return [
-        [
-            None if value is None else int(value)
-            for value in (scope.value(node, first + i) for i in (0, 1))
-        ]
+    values = [
+        [scope.value(node, first + i) for i in (0, 1)]
         for scope, node, first, _ in find_shuffles(graph)
     ]
+    return [[v if v is None else int(v) for v in pair] for pair in values]
 
 
 def draws_order(graph: Graph) -> bool:
@@ -226,11 +224,10 @@ def count_draws(graph: Graph) -> dict[str, int]:
 
 def repeats_forever(top: Scope, node: Node) -> bool:
     """Returns whether a node's elements are repeated forever."""
-    repeats = (
-        top.value(above, INPUTS["RepeatDataset"]["count"])
-        for above in list_upstream(top, node)
-        if get_kind(above) == "RepeatDataset"
-    )
+    above = [
+        n for n in list_upstream(top, node) if get_kind(n) == "RepeatDataset"
+    ]
+    repeats = (top.value(n, INPUTS["RepeatDataset"]["count"]) for n in above)
     return any(times is not None and times < 0 for times in repeats)
 
 
@@ -260,12 +257,11 @@ def has_variables(graph: Graph) -> bool:
 
 def changes_rows(graph: Graph) -> bool:
     """Returns whether a row's values may differ each time that it is read."""
+    scopes = [scope for scope in list_scopes(graph) if scope.caller is not None]
     return any(
-        _RANDOM_OP.match(node.op)
-        for scope in list_scopes(graph)
-        if scope.caller is not None
-        and get_kind(scope.caller) != "GeneratorDataset"
-        for node in scope.nodes
+        get_kind(scope.caller) != "GeneratorDataset"
+        and any(_RANDOM_OP.match(node.op) for node in scope.nodes)
+        for scope in scopes
     )
 
 
@@ -274,20 +270,13 @@ def find_shards(graph: Graph) -> list[tuple[Scope, Node, Any]]:
 
     The number is None if it is not a constant.
     """
-    place = INPUTS["ShardDataset"]["num_shards"]
-    return [
-        (scope, node, scope.value(node, place))
-        for scope, node in find_nodes(graph, {"ShardDataset"})
-    ]
+    place, nodes = INPUTS["ShardDataset"]["num_shards"], {"ShardDataset"}
+    return [(s, n, s.value(n, place)) for s, n in find_nodes(graph, nodes)]
 
 
 def find_hints(graph: Graph) -> list[tuple[Scope, Node]]:
     """Returns the nodes of `shard(SHARD_HINT, ...)`."""
-    return [
-        (scope, node)
-        for scope, node, count in find_shards(graph)
-        if count == SHARD_HINT
-    ]
+    return [(s, n) for s, n, count in find_shards(graph) if count == SHARD_HINT]
 
 
 def feed_hints(graph: Graph, num_processes: int, process_index: int) -> None:
@@ -300,11 +289,8 @@ def feed_hints(graph: Graph, num_processes: int, process_index: int) -> None:
 
 def find_file_shards(graph: Graph) -> list[Node]:
     """Returns the shards that TensorFlow inserted before file readers."""
-    return [
-        node
-        for node in graph.node
-        if "require_non_empty" in node.attr and node.attr["require_non_empty"].b
-    ]
+    name = "require_non_empty"
+    return [n for n in graph.node if name in n.attr and n.attr[name].b]
 
 
 def make_deterministic(nodes: Iterable[Node]) -> None:

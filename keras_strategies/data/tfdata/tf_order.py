@@ -170,11 +170,8 @@ class EpochDatasets:
 
         function = tf.function(read, autograph=False).get_concrete_function()
         self._served.append(function)
-        (served,) = (
-            op.node_def
-            for op in function.graph.get_operations()
-            if get_kind(op.node_def) == "PyFunc"
-        )
+        nodes = (op.node_def for op in function.graph.get_operations())
+        (served,) = (n for n in nodes if get_kind(n) == "PyFunc")
         name = node.name
         node.CopyFrom(served)
         node.name = name
@@ -183,10 +180,9 @@ class EpochDatasets:
     def _seed_nodes(self, graph: Graph, epoch: int) -> list[Any]:
         kept: list[Any] = []
         draws = count_draws(graph)
-        shuffles = enumerate(
-            zip(find_shuffles(graph), self.seeds, strict=True), 1
-        )
-        for number, ((scope, node, first, generator), seeds) in shuffles:
+        shuffles = zip(find_shuffles(graph), self.seeds, strict=True)
+        for number, (shuffle, seeds) in enumerate(shuffles, 1):
+            scope, node, first, generator = shuffle
             # Number of times that the shuffle starts in an epoch; 0 if all
             # epochs have the order of the first epoch.
             begins = draws.get((scope.caller or node).name, 1)

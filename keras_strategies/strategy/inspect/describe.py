@@ -1,7 +1,6 @@
 """`Strategy.describe`: the processes of a mesh, and a table of variables."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -134,7 +133,7 @@ def list_processes(mesh: ReplicaMesh) -> Group:
       The heading and a table. With more than 16 replicas, it has only the first
       processes and devices, and the last ones.
     """
-    groups = _group_by_process(mesh)
+    groups = list(_group_by_process(mesh).items())
     is_many = mesh.num_replicas > MAX_DEVICES
     num_devices = MAX_DEVICES_OF_PROCESS if is_many else len(mesh.devices)
     table = Table.grid(padding=(0, 2))
@@ -142,9 +141,9 @@ def list_processes(mesh: ReplicaMesh) -> Group:
         if group is None:
             table.add_row("...")
             continue
-        processes, replicas, devices = group
+        processes, replicas = group
         name = "process" if len(processes) == 1 else "processes"
-        names = map(format_device, devices)
+        names = map(format_device, _list_devices(mesh, replicas))
         table.add_row(
             *[f"{name} {_join(processes)}"] * (mesh.num_processes > 1),
             f"replica {replicas[0]}"
@@ -340,21 +339,18 @@ def _make_heading(mesh: ReplicaMesh) -> Text:
     return Text(text)
 
 
-def _group_by_process(
-    mesh: ReplicaMesh,
-) -> list[tuple[tuple[int, ...], list[int], list[jax.Device]]]:
-    """Groups adjacent replicas that belong to the same processes.
+def _group_by_process(mesh: ReplicaMesh) -> dict[tuple[int, ...], list[int]]:
+    """Returns the ids of replicas by the processes that they belong to."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i in range(mesh.num_replicas):
+        devices = _list_devices(mesh, [i])
+        processes = {device.process_index for device in devices}
+        groups.setdefault(tuple(sorted(processes)), []).append(i)
+    return groups
 
-    Returns:
-      A list of (processes, replica ids, devices).
-    """
+
+def _list_devices(
+    mesh: ReplicaMesh, replicas: Sequence[int]
+) -> list[jax.Device]:
     cores = mesh.cores_per_replica
-    starts = range(0, len(mesh.devices), cores)
-    grouped = itertools.groupby(
-        enumerate(mesh.devices[start : start + cores] for start in starts),
-        key=lambda item: tuple(sorted({d.process_index for d in item[1]})),
-    )
-    return [
-        (processes, [i for i, _ in items], [d for _, ds in items for d in ds])
-        for processes, items in ((key, list(each)) for key, each in grouped)
-    ]
+    return list(mesh.devices[replicas[0] * cores : (replicas[-1] + 1) * cores])

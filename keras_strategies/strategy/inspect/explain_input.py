@@ -5,6 +5,7 @@ import io
 import os
 import re
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -93,32 +94,26 @@ class InputExplanation:
             table.add_column(title.replace(", ", "\n"), justify="right")
         if self.files:
             table.add_column("files of the process")
-        for group in list_shown_replicas(
-            len(self.devices), len(self.processes)
-        ):
-            process, replicas = group or (None, [None])
+        each = len(self.devices) // len(self.processes)
+        shown = list_shown_replicas(len(self.devices), len(self.processes))
+        for process, replicas in (group or (None, [None]) for group in shown):
+            name = "..." if process is None else self.processes[process]
             for i in replicas:
-                table.add_row(*map(Text, self._format_cells(process, i)))
+                cells = [name, "..."]
+                if i is not None:
+                    cells[1:] = self._format_counts(i)
+                if self.files and process is not None and i == process * each:
+                    cells.append(_format_names(self.files[process]))
+                table.add_row(*map(Text, cells))
         return Group(facts, table)
 
-    def _format_cells(self, process: int | None, i: int | None) -> list[str]:
-        """Returns the cells of one row; "..." stands for omitted replicas."""
-        if process is None or i is None:
-            return [
-                "..." if process is None else self.processes[process],
-                "...",
-            ]
-        cells = [self.processes[process], f"{i} ({self.devices[i]})"]
+    def _format_counts(self, i: int) -> Iterator[str]:
+        """Yields the cells of a replica: its device and its rows."""
+        yield f"{i} ({self.devices[i]})"
         for _, counts in self.columns:
             start, count = sum(counts[:i]), counts[i]
-            place = f" ({start}:{start + count})"
-            cells.append(f"{count}{place * (not self.is_process_local)}")
-            if not count:
-                cells[-1] = "none"
-        is_first = not i % (len(self.devices) // len(self.processes))
-        if self.files and is_first:
-            cells.append(_format_names(self.files[process]))
-        return cells
+            place = f" ({start}:{start + count})" * (not self.is_process_local)
+            yield f"{count}{place}" if count else "none"
 
     def _print(self, width: int | None = None) -> Console:
         console = Console(
@@ -202,23 +197,16 @@ def _guess_size(
 
 def _list_readers(mesh: ReplicaMesh) -> tuple[str, ...]:
     """Returns the process ids of each reader, as in `InputExplanation`."""
-    if not mesh.spans_processes:
-        return tuple(map(str, range(mesh.num_processes)))
-    places = {process: i for i, process in enumerate(mesh.processes)}
-    return tuple(
-        ", ".join(str(places[process]) for process in group)
-        for group in mesh.readers
-    )
+    index = mesh.processes.index
+    return tuple(", ".join(map(str, map(index, g))) for g in mesh.readers)
 
 
 def _list_devices(mesh: ReplicaMesh) -> tuple[str, ...]:
     """Returns each replica's device, or its first and last core, as text."""
     cores = mesh.cores_per_replica
     names = [describe.format_device(device) for device in mesh.devices]
-    if cores == 1:
-        return tuple(names)
     ends = zip(names[::cores], names[cores - 1 :: cores], strict=True)
-    return tuple(f"{first}..{last}" for first, last in ends)
+    return tuple(a if a == b else f"{a}..{b}" for a, b in ends)
 
 
 def compute_batch_shares(
@@ -248,11 +236,9 @@ def list_shown_replicas(num_replicas: int, num_processes: int) -> list[Any]:
     if num_replicas > describe.MAX_DEVICES:
         most = describe.MAX_DEVICES_OF_PROCESS * (1 + (num_processes == 1))
         most_processes = describe.MAX_PROCESSES
-    groups = [
-        (p, describe.abbreviate(range(p * each, (p + 1) * each), most))
-        for p in range(num_processes)
-    ]
-    return describe.abbreviate(groups, most_processes)
+    starts = range(0, num_replicas, each)
+    ids = (describe.abbreviate(range(s, s + each), most) for s in starts)
+    return describe.abbreviate(list(enumerate(ids)), most_processes)
 
 
 def _read_policy(

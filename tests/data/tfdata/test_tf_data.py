@@ -921,6 +921,9 @@ def test_nobody_waits_for_tensorflow_to_end_its_threads(
         def __init__(self, dataset):
             self._iterator = make(dataset)
 
+        def __iter__(self):
+            return self
+
         def __next__(self):
             return next(self._iterator)
 
