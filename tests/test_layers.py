@@ -86,7 +86,7 @@ LOGIC_LINES = {
     "callbacks": 611,
     "checkpoint": 2339,
     "cli": 2600,
-    "cluster": 2673,
+    "cluster": 2638,
     "data": 3507,
     "estimator": 3119,
     "fit": 2196,
