@@ -122,21 +122,26 @@ def _find_other_runs(config):
     return set(OTHER_RUNS) - {lane} if lane in LANES else set()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Leaves out the tests of torch, by mark or by the name of their case, and
-    those of a lane that other runs select."""
-    out = [] if HAS_TORCH else [item for item in items if _needs_torch(item)]
+    """Leaves out the tests of torch, by mark or by the name of their case,
+    those of a lane that other runs select, and those of other parts.
+
+    pytest has left out the tests of other marks before."""
     others = _find_other_runs(config)
-    if others:
-        out += [
-            item for item in items if any(map(item.get_closest_marker, others))
-        ]
+    kept = [
+        item
+        for item in items
+        if not any(map(item.get_closest_marker, others))
+        and (HAS_TORCH or not _needs_torch(item))
+    ]
     if config.option.shard:
-        names = [item.nodeid for item in items if item not in out]
+        names = [item.nodeid for item in kept]
         chosen = shards.choose(names, config.option.shard, _find_scope)
-        out += [item for item in items if item.nodeid not in chosen]
-    config.hook.pytest_deselected(items=out)
-    items[:] = [item for item in items if item not in out]
+        kept = [item for item in kept if item.nodeid in chosen]
+    ids = set(map(id, kept))
+    config.hook.pytest_deselected(items=[x for x in items if id(x) not in ids])
+    items[:] = kept
 
 
 def _needs_torch(item):
