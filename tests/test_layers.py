@@ -25,6 +25,8 @@ FLOORS = [
     {"names"},
     {"cluster", "gpu"},
     {"cluster/exchange", "cluster/resolvers"},
+    # It reads scripts, and imports neither keras nor jax.
+    {"migrate"},
     {"watchdog"},
     {"job"},
     {"passes"},
@@ -74,7 +76,17 @@ FACADES = {"__init__.py", "experimental.py"}
 MAX_MODULES = 16
 # The only ones that use `keras.src`.
 BRIDGE = {"fit", "hooks", "keras_bridge", "kernels", "run", "step", "variables"}
-WITHOUT_KERAS = {"cluster", "job", "names", "passes", "spmd", "watchdog"}
+WITHOUT_KERAS = {
+    "cluster",
+    "job",
+    "migrate",
+    "names",
+    "passes",
+    "spmd",
+    "watchdog",
+}
+# The only one that imports `migrate`.
+MIGRATES = {"cli", "migrate"}
 LAZY = {"tensorflow", "orbax", "grain", "torch", "tensorboardX"}
 MAX_LINES = 400
 
@@ -95,6 +107,7 @@ LOGIC_LINES = {
     "job": 760,
     "keras_bridge": 407,
     "kernels": 1581,
+    "migrate": 2480,
     "names": 310,
     "passes": 4911,
     "planning": 3457,
@@ -142,6 +155,9 @@ def find_faults(path, source):
         is_outside = room is not None and room.split("/")[0] != package
         if is_outside and package in SEAMS and not _is_seam(path, room):
             faults.append(f"{path}:{line}: not by {package}/seam.py: {name}")
+        is_port = f"{name}.".startswith(f"{PACKAGE}.migrate.")
+        if is_port and package not in MIGRATES:
+            faults.append(f"{path}:{line}: {package!r} imports migrate")
         if root == "keras" and package in WITHOUT_KERAS:
             faults.append(f"{path}:{line}: {package!r} imports keras")
         if root in LAZY and is_eager:
@@ -486,6 +502,12 @@ def test_circles_are_found(sources, circles):
             "if TYPE_CHECKING:\n  from keras_strategies.planning import x",
             "a room above",
         ),
+        (
+            "strategy/a.py",
+            "def f():\n  from keras_strategies.migrate.port import x",
+            "imports migrate",
+        ),
+        ("migrate/a.py", "import keras", "imports keras"),
         (
             "planning/compile/a.py",
             "from keras_strategies.planning.capture import x",

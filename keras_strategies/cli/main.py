@@ -22,6 +22,7 @@ from keras_strategies.cli.options import (
     add_command,
     add_options,
 )
+from keras_strategies.migrate import command as migration
 
 _LAUNCH = """\
 Runs a script in several local processes, which form a cluster on this machine.
@@ -142,6 +143,25 @@ _REPORT_OPTIONS: tuple[Option, ...] = (
         {"metavar": "DIR", "nargs": "+"},
     ),
 )
+_MIGRATE_OPTIONS: tuple[Option, ...] = (
+    (
+        "paths",
+        "a Python file, a notebook, or a folder with such files",
+        {"metavar": "PATH", "nargs": "+"},
+    ),
+    (
+        "--report",
+        "also write the report to a file: JSON if its name ends in .json, else "
+        "Markdown",
+        {"metavar": "FILE", "dest": "report_file"},
+    ),
+)
+_MIGRATE_MODES: tuple[Option, ...] = (
+    ("--write", "write the ported files", FLAG | {"dest": "writes"}),
+    ("--diff", "print the changes", FLAG | {"dest": "shows_diff"}),
+)
+# The modules of commands that have no folder in `cli`.
+_MODULES = {"report": "cli.report_command", "migrate": "migrate.command"}
 _HOW_TO_VERIFY: tuple[Option, ...] = (
     ("--verify", "also compare checksums (the default)", FLAG),
     ("--quick", "compare only names and sizes", FLAG),
@@ -159,10 +179,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
       The exit status, which is 0 on success. `doctor` returns 1 if it found a
       fault. `launch` returns the exit code of the process that failed first.
       `checkpoints` returns 1 if a checkpoint is damaged. `report` returns 2
-      if a directory has no report. `plan` returns 1 if no
-      candidate could be planned. All commands return 2 for invalid arguments,
-      1 if stdout is closed early (`| head`), as rich does, and 130 after a
-      SIGINT.
+      if a directory has no report. `plan` returns 1 if no candidate could be
+      planned. `migrate` returns 1 if lines are left, and 2 if a file could not
+      be read. All commands return 2 for invalid arguments, 1 if stdout is
+      closed early (`| head`), as rich does, and 130 after a SIGINT.
 
     Raises:
       SystemExit: if the arguments are `--help` or `--version`, or invalid.
@@ -212,9 +232,9 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         words["is_module"] = module is not None
     for name in ("parser", "verify"):
         words.pop(name, None)
-    path = "report_command" if command == "report" else f"{command}.{command}"
+    path = _MODULES.get(command, f"cli.{command}.{command}")
     # Only now: a command's module may need a package that is not installed.
-    module = importlib.import_module(f"keras_strategies.cli.{path}")
+    module = importlib.import_module(f"keras_strategies.{path}")
     return getattr(module, command)(**words)
 
 
@@ -268,6 +288,15 @@ def _add_commands(commands: Commands) -> None:
         _REPORT_OPTIONS,
     )
     add_options(report, [JSON])
+    migrate = add_command(
+        commands,
+        "migrate",
+        "port scripts and notebooks for tf.distribute",
+        migration.DESCRIPTION,
+        _MIGRATE_OPTIONS,
+        epilog=migration.EXAMPLES,
+    )
+    add_options(migrate.add_mutually_exclusive_group(), _MIGRATE_MODES)
     how = checkpoints.add_mutually_exclusive_group()
     add_options(how, _HOW_TO_VERIFY)
     add_options(checkpoints, [JSON])

@@ -1,0 +1,1 @@
+"""Ports scripts for `tf.distribute` to keras_strategies; needs LibCST."""
