@@ -12,8 +12,8 @@ from keras_strategies.data.source import Source, all_rows
 from keras_strategies.data.steps import Steps
 from keras_strategies.names.phases import INPUT, Phase
 from keras_strategies.passes.traces import is_tracing
-from keras_strategies.spmd.attributes import current_step
 from keras_strategies.spmd.batches import HostBatch
+from keras_strategies.spmd.identity import current_step
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.rows import fill_replicas, rows_of_replicas
 from keras_strategies.spmd.values import PADDED, ROWS, PerReplica

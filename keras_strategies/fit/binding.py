@@ -22,6 +22,8 @@ from keras_strategies.fit.callbacks.callback_list import (
     make_quiet_list,
 )
 from keras_strategies.fit.callbacks.chief_callbacks import (
+    SAVERS,
+    make_saves_safe,
     read_variables_together,
     select_callbacks,
 )
@@ -31,10 +33,6 @@ from keras_strategies.fit.callbacks.resumable_fit import (
 )
 from keras_strategies.fit.inputs import feed as adapter
 from keras_strategies.fit.inputs import loop_data
-from keras_strategies.fit.save_together import (
-    SAVERS,
-    make_saves_safe,
-)
 from keras_strategies.fit.scope_hooks import (
     BINDING,
     LOOPS,
@@ -47,7 +45,7 @@ from keras_strategies.keras_bridge.ported_code import explaining_errors
 from keras_strategies.keras_bridge.step_context import ReplicaScope, building
 from keras_strategies.kernels.scanned_blocks import passing_blocks
 from keras_strategies.names import dry_run
-from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.step.step_functions import StepFunctionCache
 from keras_strategies.variables import variable_creator

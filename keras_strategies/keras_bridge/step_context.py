@@ -13,10 +13,13 @@ from typing import Any
 
 from keras_strategies.passes import replay
 from keras_strategies.passes.specs import Axis
-from keras_strategies.spmd import attributes as _current
-from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.spmd import identity as _current
 from keras_strategies.spmd.buffers import Buffering, choose_buffering
-from keras_strategies.spmd.identity import IdentityMap, IdentitySet
+from keras_strategies.spmd.identity import (
+    IdentityMap,
+    IdentitySet,
+    temporary_attribute,
+)
 from keras_strategies.spmd.mesh import ReplicaMesh
 
 Group = list[Any]

@@ -35,7 +35,7 @@ from keras_strategies.kernels.mapped_kernels import (
 )
 from keras_strategies.kernels.splash_attention import AttentionMask
 from keras_strategies.passes.row_kinds.kernels import BY_ROWS
-from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 
 LAYERS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from keras_strategies._types import Array
 from keras_strategies.kernels.splash_attention import pad_rows
 from keras_strategies.passes.specs import Axis
-from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import core_map
 

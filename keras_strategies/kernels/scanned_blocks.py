@@ -45,7 +45,7 @@ from keras_strategies.passes.replay import separate_trace
 from keras_strategies.passes.sharded_calls import stack_values
 from keras_strategies.passes.traces import is_tracing
 from keras_strategies.passes.value_numbers import compute_same
-from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 
 _MARK = "_ks_scans_blocks"

@@ -51,10 +51,10 @@ from keras_strategies.passes.flops import count_positions as count_positions
 from keras_strategies.passes.specs import Sharded as Sharded
 from keras_strategies.spmd import compiled as compiled
 from keras_strategies.spmd import values as values
-from keras_strategies.spmd.attributes import (
+from keras_strategies.spmd.batches import num_rows as num_rows
+from keras_strategies.spmd.identity import (
     temporary_attribute as temporary_attribute,
 )
-from keras_strategies.spmd.batches import num_rows as num_rows
 from keras_strategies.spmd.mesh import ReplicaMesh as ReplicaMesh
 from keras_strategies.step.lower_step import lower_step as lower_step
 from keras_strategies.step.lower_step import shape_of as shape_of

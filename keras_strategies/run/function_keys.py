@@ -1,4 +1,4 @@
-"""Keys of functions and of arguments, by which programs are cached.
+"""Keys of functions and arguments of `run`, and nests that JAX can flatten.
 
 Functions with equal keys have the same program. A function that a loop creates
 again in every step (a lambda, a local `def`, a partial) has the same code and
@@ -9,13 +9,13 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from keras_strategies._types import Leaf
+from keras_strategies._types import Leaf, Tree
 from keras_strategies.spmd import values
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.step.lower_step import shape_of
@@ -217,3 +217,90 @@ def _describe_shape(
     placed = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
     dtype = np.dtype(shape.dtype)
     return (layout, shape.shape, dtype, None), placed
+
+
+class _Opened:
+    """A pytree node that replaces a mapping whose class JAX does not know.
+
+    When JAX unflattens the nest, the node becomes a mapping of the original
+    class again.
+
+    Args:
+      mapping: The mapping.
+      open_value: A function that turns a value of the mapping into a nest that
+        JAX can flatten.
+    """
+
+    def __init__(
+        self, mapping: Mapping[Any, Any], open_value: Callable[[Any], Any]
+    ) -> None:
+        self.cls = type(mapping)
+        self.keys = tuple(mapping)
+        self.values = [open_value(mapping[key]) for key in self.keys]
+
+
+def _rebuild(
+    kept: tuple[Callable[..., Any], Any], values: Iterable[Any]
+) -> Any:
+    cls, keys = kept
+    try:
+        return cls(dict(zip(keys, values, strict=True)))
+    except TypeError as error:
+        raise TypeError(
+            "The class of a mapping in a nest must accept a dict, so that the "
+            f"mapping can be created again. Received: {cls!r}, which raises: "
+            f"{error}. Use a plain dict."
+        ) from error
+
+
+jax.tree_util.register_pytree_node(
+    _Opened, lambda node: (node.values, (node.cls, node.keys)), _rebuild
+)
+
+
+def open_nest(
+    nest: Tree,
+    is_leaf: Callable[[Any], bool],
+    *,
+    having: Callable[[Any], bool] | None = None,
+) -> Tree:
+    """Makes a nest in which JAX flattens everything that TensorFlow flattens.
+
+    By default, JAX treats mappings that are not dicts, and objects of
+    subclasses of list and tuple, as leaves. Unflattening the structure
+    restores the classes of mappings. Objects of subclasses of list and tuple
+    become plain lists and tuples.
+
+    Args:
+      nest: The nest.
+      is_leaf: The same as in `jax.tree.map`.
+      having: A function from a leaf to a boolean. A mapping, list or tuple in
+        which it is true for no leaf stays a leaf itself. If None, all
+        mappings, lists and tuples are flattened.
+
+    Returns:
+      The nest, in which mappings, lists and tuples are nodes for JAX.
+    """
+
+    def open_(value: Tree) -> Tree:
+        return jax.tree.map(one, value, is_leaf=is_leaf)
+
+    def one(leaf: Leaf) -> Leaf:
+        if not is_closed(leaf):
+            return leaf
+        if isinstance(leaf, Mapping):
+            node = _Opened(leaf, open_)
+        else:
+            kind = list if isinstance(leaf, list) else tuple
+            node = kind(map(open_, leaf))
+        if having is None:
+            return node
+        leaves = jax.tree.leaves(node, is_leaf=is_leaf)
+        return node if any(map(having, leaves)) else leaf
+
+    return open_(nest)
+
+
+def is_closed(leaf: object) -> bool:
+    """Returns whether TensorFlow would flatten an object that JAX does not."""
+    return isinstance(leaf, Mapping | list | tuple)

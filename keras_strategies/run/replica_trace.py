@@ -28,7 +28,7 @@ from keras_strategies.keras_bridge.step_context import (
 from keras_strategies.kernels.kernels import kernels_for
 from keras_strategies.kernels.scanned_blocks import scanning_blocks
 from keras_strategies.passes.specs import Axis
-from keras_strategies.run.mappings import open_nest
+from keras_strategies.run.function_keys import open_nest
 from keras_strategies.spmd.mesh import ReplicaMesh, format_devices
 from keras_strategies.spmd.replica_map import all_max, all_min, as_number
 from keras_strategies.step.ragged import replica_merge

@@ -1,10 +1,12 @@
-"""Dicts and sets keyed by object identity.
+"""Objects: containers keyed by identity, and temporary attributes.
 
 `==` compares traced arrays and Keras variables entry by entry, so they cannot
 be keys of a dict. These containers compare keys by `id` and keep them alive, so
 that Python cannot reuse the id of a key for another object.
 """
 
+import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -61,3 +63,37 @@ class IdentitySet(IdentityMap[None]):
         """Adds several objects."""
         for member in members:
             self.add(member)
+
+
+@contextlib.contextmanager
+def temporary_attribute(
+    owner: object, name: str, value: object
+) -> Iterator[None]:
+    """Sets an attribute while a `with` block runs, then restores it."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+class _Current(threading.local):
+    step: Any = None
+
+
+_current = _Current()
+
+
+def current_step() -> Any:
+    """Returns the step that this thread is tracing.
+
+    Returns:
+      A `StepContext` (a class of a higher layer), or None outside of a trace.
+    """
+    return _current.step
+
+
+def step_scope(step: object) -> contextlib.AbstractContextManager[None]:
+    """Makes `step` this thread's current step while a `with` block runs."""
+    return temporary_attribute(_current, "step", step)

@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.hooks import on_read
-from keras_strategies.run.mappings import open_nest
+from keras_strategies.run.function_keys import open_nest
 from keras_strategies.spmd import values
 from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.spmd.mesh import ReplicaMesh

@@ -22,14 +22,15 @@ from keras_strategies.run.function_keys import (
     REPLICATED,
     STATIC,
     describe_argument,
+    is_closed,
     make_function_key,
     make_value_key,
+    open_nest,
 )
-from keras_strategies.run.mappings import is_closed, open_nest
 from keras_strategies.run.run_program import RunProgram
 from keras_strategies.spmd import values
-from keras_strategies.spmd.attributes import temporary_attribute
 from keras_strategies.spmd.host_arrays import from_tensor
+from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh, has_sharding
 from keras_strategies.step.ragged.variants import Variant
 from keras_strategies.strategy import current

@@ -25,7 +25,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_strategies._types import Array, Shape
 from keras_strategies.keras_bridge.patches import Patches
-from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.variables.shardings import (
     make_plain,
     make_sharded,

@@ -21,7 +21,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from keras_strategies.cluster.exchange import same_variables
 from keras_strategies.keras_bridge.patches import Patches
-from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import (
     ReplicaMesh,
     copy_with_sharding,

@@ -68,7 +68,7 @@ from keras_strategies.keras_bridge.keras_names import (
     TRAINER,
     fresh_names,
 )
-from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.spmd.identity import temporary_attribute
 from tests.test_layers import BRIDGE
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "keras_strategies"

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_strategies.fit.save_together import make_saves_safe
+from keras_strategies.fit.callbacks.chief_callbacks import make_saves_safe
 
 MESH = types.SimpleNamespace(
     num_processes=2, spreads_shards=False, is_chief=False

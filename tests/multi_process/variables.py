@@ -8,7 +8,7 @@ import numpy as np
 
 import keras_strategies as ks
 from keras_strategies.cluster.exchange.host_exchange import Agreement
-from keras_strategies.spmd.attributes import temporary_attribute
+from keras_strategies.spmd.identity import temporary_attribute
 
 layers, optimizers = keras.layers, keras.optimizers
 # What differs in process 1.
