@@ -21,8 +21,8 @@ def check_installed() -> None:
     """Raises ImportError unless tensorboardX is installed."""
     if importlib.util.find_spec("tensorboardX") is None:
         raise ImportError(
-            "`Scalars` needs tensorboardX to write files for TensorBoard. "
-            "Received: a Python environment without tensorboardX. Run "
+            "`Scalars` needs tensorboardX to write files for TensorBoard, but "
+            "it is not installed. Run "
             "`pip install tensorboardX`."
         )
 

@@ -258,8 +258,8 @@ def _decode_scalar(value: float, dtype: str) -> np.generic:
 
 def _make_error(fault: str) -> ValueError:
     return ValueError(
-        "A checkpoint's state must be as it was saved. Received: a malformed "
-        f"state: {fault}. Use an earlier checkpoint, and make sure that all "
+        "A checkpoint's state must be as it was saved. The state is malformed: "
+        f"{fault}. Use an earlier checkpoint, and make sure that all "
         "processes use the same version of keras_strategies."
     )
 

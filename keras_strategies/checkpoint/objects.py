@@ -50,8 +50,8 @@ class Checkpoint:
     def __init__(self, **objects: Any) -> None:
         if not objects:
             raise ValueError(
-                "A checkpoint must have at least one named object. Received: "
-                "no arguments. Pass objects as keyword arguments: "
+                "A checkpoint must have at least one named object. Pass "
+                "objects as keyword arguments: "
                 "`Checkpoint(model=model, optimizer=optimizer)`."
             )
         for name, value in objects.items():

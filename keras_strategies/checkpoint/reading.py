@@ -177,8 +177,8 @@ def check(path: str) -> None:
     parse_step(path)
     if not os.path.isdir(path):
         raise ValueError(
-            f"Couldn't find trained model at {path}. Received: a path without "
-            "a checkpoint. Train first, or pass another path."
+            f"Couldn't find trained model at {path}. The path contains no "
+            f"checkpoint. Train first, or pass another path."
         )
     verify.verify(path)
 

@@ -312,7 +312,7 @@ def _check_function(options: argparse.Namespace) -> None:
         raise ValueError(
             "--model and --batch must be used together. The function creates "
             "the model, and the batch specifies the shapes and dtypes of its "
-            "data. Received: only one of the options. Pass both."
+            "data. Pass both."
         )
     module, _, function = (options.function or "").partition(":")
     if options.function and not (module and function.isidentifier()):

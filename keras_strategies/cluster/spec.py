@@ -206,8 +206,8 @@ def _read_tasks(job: str, tasks: object) -> dict[int, str]:
         check_type(name, address, str, "a str", _CURE)
     if len(dict(pairs)) != len(pairs):
         raise ValueError(
-            f"Each task of job {shorten(job)} must have one address. Received: "
-            f"the same index twice, as a number and as text. {_CURE}"
+            f"Each task of job {shorten(job)} must have one address. An index "
+            f"is given twice, as a number and as text. {_CURE}"
         )
     return dict(pairs)
 

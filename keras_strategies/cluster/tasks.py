@@ -15,7 +15,7 @@ ROLES = ("chief", "worker", "evaluator", "ps")
 
 _SERVERS = (
     "Parameter servers are not supported, because every process trains and "
-    "stores variables itself. Received: a cluster with the job 'ps'. Use "
+    "stores variables itself, but the cluster has a job 'ps'. Use "
     "`MultiWorkerMirroredStrategy` with a cluster of 'chief' and 'worker' "
     "tasks only (docs/migration.md)."
 )
@@ -216,7 +216,7 @@ def _check_task(task_type: str | None, task_id: int | None) -> tuple[str, int]:
         missing = "type" if task_type is None else "index"
         raise ValueError(
             "A process in a cluster needs the type and index of its task. "
-            f"Received: a cluster, but no {missing}. Set the resolver's "
+            f"Missing: {missing}. Set the resolver's "
             "`task_type` and `task_id` (in TF_CONFIG: "
             '"task": {"type": "worker", "index": 0}).'
         )

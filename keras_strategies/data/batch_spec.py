@@ -188,7 +188,7 @@ def _decode(value: object, has_classes: bool) -> Tree:
 def _make_error(fault: str) -> ValueError:
     return ValueError(
         "The description of a batch's structure, from another process or a "
-        f"file, must be valid. Received: an invalid description: {fault}. "
+        f"file, must be valid. This one is not: {fault}. "
         "Check that no other program uses the job's port, and that no file of "
         "the job was changed."
     )

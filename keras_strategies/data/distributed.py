@@ -185,8 +185,8 @@ class DistributedIterator:
         except ValueError:
             raise ValueError(
                 "`state` must come from an iterator over the same data. "
-                "Received: a state whose shuffle order was generated for "
-                "different data. Distribute the dataset that the state was "
+                "The shuffle order in this state was generated for different "
+                "data. Distribute the dataset that the state was "
                 "saved from, or start from the beginning."
             ) from None
         self._place = (state["epoch"], state["step"])
@@ -250,8 +250,8 @@ class Optional:
         if not self._is_filled:
             raise ValueError(
                 "`get_value()` must be called on an `Optional` that has a "
-                "value. Received: an empty `Optional`, because the dataset has "
-                "ended. Check `has_value()` first."
+                "value. This one is empty, because the dataset has ended. "
+                "Check `has_value()` first."
             )
         return self._value
 

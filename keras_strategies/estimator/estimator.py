@@ -307,7 +307,7 @@ class Estimator(Settings):
         if path is None:
             raise ValueError(
                 f"Could not find a trained model in {self.model_dir}. "
-                "Received: a folder without a checkpoint. Call `train` first."
+                "The directory contains no checkpoint. Call `train` first."
             )
         return path
 

@@ -178,8 +178,8 @@ def _check_compiled(spec: EstimatorSpec) -> None:
     if extra and spec.model is not None and spec.model.compiled:
         raise ValueError(
             "An EstimatorSpec with a compiled model must not set the loss, "
-            "optimizer or metrics. Received: a compiled model, and the "
-            f"arguments {', '.join(extra)}. Omit these arguments, or do not "
+            f"optimizer or metrics. Received: {', '.join(extra)}. Omit these "
+            "arguments, or do not "
             "compile the model."
         )
 

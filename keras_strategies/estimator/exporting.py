@@ -73,8 +73,8 @@ def export(
     path = checkpoint_path or reading.find_newest_good(model_dir)
     if path is None:
         raise ValueError(
-            f"Could not find a trained model in {model_dir}. Received: "
-            "a folder without a valid checkpoint. Call `train` first."
+            f"Could not find a trained model in {model_dir}. The directory "
+            f"contains no valid checkpoint. Call `train` first."
         )
     reading.check(path)
     model = _restore_model(make, mode, path, read_features(model_dir))

@@ -114,8 +114,8 @@ def call_input_fn(
         inputs.append(_make_input(data, mode))
         if not inputs[-1].is_dataset:
             raise ValueError(
-                "An `input_fn` with `input_context` must return a dataset. "
-                f"Received: arrays, from {shorten(input_fn)}. Return a dataset "
+                "An `input_fn` with `input_context` must return a dataset, but "
+                f"{shorten(input_fn)} returned arrays. Return a dataset "
                 "of per-replica batches, or remove the argument "
                 "`input_context`."
             )
@@ -229,8 +229,8 @@ def _from_iterator(data: Iterator[Any]) -> Input:
         first = next(data)
     except StopIteration:
         raise ValueError(
-            "An `input_fn` must return data. Received: an iterator that yields "
-            "no batches. Check the source that the iterator reads."
+            "An `input_fn` must return data, but its iterator yields no "
+            "batches. Check the source that the iterator reads."
         ) from None
 
     def batches() -> Iterator[Any]:

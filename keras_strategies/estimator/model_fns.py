@@ -69,7 +69,7 @@ def check_model_fn(model_fn: object, params: object) -> None:
     if isinstance(model_fn, keras.Model):
         raise TypeError(
             "`model_fn` must be a function of (features, labels, mode, ...). "
-            "Received: a Keras model. Use `ks.estimator.model_to_estimator`."
+            "For a Keras model, use `ks.estimator.model_to_estimator`."
         )
     names = find_argument_names(model_fn)
     others = sorted(
@@ -165,8 +165,8 @@ def _check_labels(model: keras.Model, labels: Tree) -> None:
     )
     if labels is None and not has_custom_steps and getattr(model, "loss", None):
         raise ValueError(
-            "The data must contain labels for the loss. Received: data "
-            f"without labels, and the loss {shorten(model.loss)}. Return "
+            "The data must contain labels for the loss. The loss is "
+            f"{shorten(model.loss)}, and the data has no labels. Return "
             "(features, labels) from the `input_fn`. If the features are also "
             "the labels, return (features, features)."
         )
@@ -267,8 +267,8 @@ def _choose_predictions(
         return keras.Model(model.inputs, predictions), lambda outputs: outputs
     if any(symbols):
         raise ValueError(
-            "predictions must be either all symbolic tensors, or all names "
-            "and functions. Received: a mixture of the two. Compute all "
+            "predictions must be either all symbolic tensors, or all names and "
+            "functions, not a mixture. Compute all "
             "predictions as symbolic tensors, with `keras.ops` on the tensors "
             "of the model."
         )

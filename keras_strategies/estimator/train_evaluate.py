@@ -83,8 +83,8 @@ def train_and_evaluate(
         return _train_locally(estimator, train_spec, eval_spec)
     if config.task_type not in (CHIEF, WORKER):
         raise ValueError(
-            f"Task type {config.task_type} is not supported. Received: a "
-            "TF_CONFIG with this task type. Use the task types chief, worker "
+            f"Task type {config.task_type} is not supported. Use the task "
+            f"types chief, worker "
             "and evaluator. Parameter servers are not needed, because the "
             "training processes store the variables."
         )

@@ -98,9 +98,8 @@ def profile_steps(
         return
     if directory is None:
         raise ValueError(
-            "`profile` needs a directory for the traces. Received: no "
-            "`directory`, and no `ks.callbacks.Checkpoint` in the fit. Pass "
-            "`directory`."
+            "`profile` needs a directory for the traces. Pass `directory`, or "
+            "a `ks.callbacks.Checkpoint` to `fit`."
         )
     profiler = StepProfiler(*steps, directory, steps_per_execution)
     with recording(profiler):

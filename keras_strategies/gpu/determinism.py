@@ -58,8 +58,8 @@ def enable_determinism() -> None:
         if _has_started_gpus():
             raise RuntimeError(
                 "`enable_determinism` must be called before JAX starts GPUs, "
-                "because XLA reads its flags then. Received: a call after JAX "
-                "started them. Call it at the beginning of the script, "
+                "because XLA reads its flags then. JAX has already started "
+                "them. Call it at the beginning of the script, "
                 f"or set the environment variable {XLA_FLAGS}={_FLAG}=true."
             )
         flags = read_flags(os.environ)

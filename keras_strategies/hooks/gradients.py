@@ -162,8 +162,8 @@ def _show(value: Tree) -> str:
 def _check_variables(variables: Sequence[object]) -> None:
     if not variables:
         raise ValueError(
-            "`variables` must contain at least one variable. Received: an "
-            "empty list. If the model is not built yet, call it on one batch "
+            "`variables` must contain at least one variable, but is empty. If "
+            "the model is not built yet, call it on one batch "
             "first, or start it with a `keras.Input`. `model.build(shape)` "
             "creates no variables if the model's class does not define `build`."
         )

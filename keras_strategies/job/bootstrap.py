@@ -138,7 +138,7 @@ def check_main_guard() -> None:
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(
             "A child process must not join the job that its parent belongs to. "
-            "Received: a strategy that was created when a child, spawned by "
+            "This strategy was created when a child, spawned by "
             "`multiprocessing`, imported the script. Put the script's code "
             "under `if __name__ == '__main__':`."
         )
@@ -186,8 +186,8 @@ def _take_gpus(task: TaskInfo, resolver: object) -> None:
 
 def _fail_without_address(task: TaskInfo) -> NoReturn:
     raise ValueError(
-        "Every process of a job needs the address of process 0. Received: no "
-        f"address, in process {task.process_id} of {task.num_processes}. With "
+        "Every process of a job needs the address of process 0. It is unknown "
+        f"in process {task.process_id} of {task.num_processes}. With "
         "several TPU slices, set MEGASCALE_COORDINATOR_ADDRESS to this "
         "address, or call `TPUClusterResolver.connect()` first, so that JAX "
         "finds the address."
@@ -247,8 +247,8 @@ def _find_problem() -> str:
     if not xla_bridge.backends_are_initialized():
         return ""
     return (
-        "A process must join its job before it uses JAX's devices. Received: "
-        "a process that already uses them. Create the strategy first, before "
+        "JAX's devices were already used in this process, so it cannot join "
+        "its job. Create the strategy first, before "
         "you create models or JAX arrays or call `jax.devices()`."
     )
 

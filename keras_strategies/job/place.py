@@ -186,8 +186,8 @@ def _warn_if_alone() -> None:
     if os.environ.get("TF_CONFIG"):
         return
     warnings.warn(
-        "`MultiWorkerMirroredStrategy` needs a description of the cluster. "
-        f"Received: no cluster, in one of {job.count} processes "
+        "`MultiWorkerMirroredStrategy` needs a description of the cluster. It "
+        f"has none in one of {job.count} processes "
         f"({job.variable}={job.count}). Each process now trains a separate "
         f"model. To train one model together, pass {job.cure}.",
         UserWarning,

@@ -67,7 +67,7 @@ def _check(backend: str, *, has_nnx: bool) -> None:
         )
     if has_nnx:
         raise ImportError(
-            "keras_strategies does not support NNX variables. Received: "
-            "KERAS_NNX_ENABLED is on. Unset this environment variable "
+            "keras_strategies does not support NNX variables, but "
+            "KERAS_NNX_ENABLED is set. Unset this environment variable "
             "before keras is imported."
         )

@@ -57,8 +57,8 @@ def _explain(error: Exception, caller: str) -> Exception | None:
     if is_value and caller == "run":
         return TypeError(
             "A function given to `run` is traced by JAX, so Python code in it "
-            "cannot read the values of arrays. Received: a function that "
-            "converts an array to a number, a condition or a numpy array "
+            "cannot read the values of arrays. This function converts an array "
+            "to a number, a condition or a numpy array "
             f"({type(error).__name__}). Use `keras.ops` (`where`, `cond`, "
             "`cast`), or print values in `with strategy.debug():`."
         )

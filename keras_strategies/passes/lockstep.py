@@ -277,8 +277,8 @@ def _check_concrete(arrays: list[Any]) -> None:
         raise RuntimeError(
             "In debug mode, replicas must not communicate inside functions "
             "that JAX traces (`jit`, `scan`, `cond`, a second gradient). "
-            "Received: a collective inside such a function. Call the "
-            "collective outside of the function, or turn debug mode off."
+            "Call the collective outside of the function, or turn debug mode "
+            "off."
         )
 
 

@@ -172,9 +172,9 @@ class Replay:
                 "A step, or a function passed to `run`, must not catch "
                 "BaseException. If a batch cannot be divided equally among "
                 "the replicas, the function is traced repeatedly, and a "
-                "BaseException ends these traces at collectives. Received: a "
-                "function that caught it (`except:` or `except "
-                "BaseException:`). Catch `Exception` instead."
+                "BaseException ends these traces at collectives. The function "
+                "caught it (`except:` or `except BaseException:`). Catch "
+                "`Exception` instead."
             )
 
 

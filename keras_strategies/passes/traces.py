@@ -52,8 +52,8 @@ def check_untransformed(name: str) -> None:
         return
     raise RuntimeError(
         f"`{name}` must not be called in a function that {tracer}, because it "
-        "compiles what it needs by itself. Received: a call during a trace. "
-        "Call it outside of such functions; in place of `jax.jit` or "
+        "compiles what it needs by itself. Call it outside of such functions; "
+        "in place of `jax.jit` or "
         "`tf.function` around a loop, use `ks.function` or nothing "
         "(docs/migration.md)."
     )

@@ -279,8 +279,8 @@ class RunReport(ReportCallback):
         """
         if self._recorder is None:
             raise RuntimeError(
-                "Steps can only be recorded between `begin` and `finish`. "
-                "Received: a call of `RunReport.step` at another time. Write "
+                "`RunReport.step` must be called between `begin` and `finish`. "
+                "Write "
                 "`with report:` around the loop."
             )
         self._recorder.begin_step(rows, tokens)

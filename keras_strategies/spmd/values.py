@@ -110,8 +110,8 @@ class PerReplica(DistributedValues):
         if self.layout == LOCAL:
             raise RuntimeError(
                 "Inside `merge_call`, `.values` cannot be read, because each "
-                "device of the program has only one component. Received: a "
-                "read of `.values`. Use `strategy.extended.reduce_to`."
+                "device of the program has only one component. Use "
+                "`strategy.extended.reduce_to`."
             )
         shards = self._shards()
         if self.layout == ROWS:
@@ -171,8 +171,8 @@ class PerReplica(DistributedValues):
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(
-            "A per-replica value must not be used as one array, or passed to a "
-            "`tf.function`. Received: a PerReplica. Convert it with `reduce`, "
+            "A PerReplica must not be used as one array, or passed to a "
+            "`tf.function`. Convert it with `reduce`, "
             "`gather` or `experimental_local_results`, or use `@ks.function`."
         )
 

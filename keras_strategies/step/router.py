@@ -157,8 +157,8 @@ class Router:
         if reason is not None:
             raise RuntimeError(
                 "A step must be mapped over the replicas, or not, whatever "
-                "JAX's settings are. Received: a step that was mapped, but "
-                f"with the present settings {reason}. Compile the model again."
+                "JAX's settings are. This step was mapped, but with the "
+                f"present settings {reason}. Compile the model again."
             )
         return record
 

@@ -88,8 +88,8 @@ def check_outside(name: str) -> None:
     if stack.replicas:
         raise RuntimeError(
             f"`{name}` must not be called while the replicas run a function. "
-            "Received: a call inside of a function given to `merge_call` or "
-            f"`update`. Call `{name}` outside of that function and of `run`."
+            f"Call it outside of `run`, and of functions given to `merge_call` "
+            f"or `update`."
         )
     check_untransformed(name)
 

@@ -238,8 +238,8 @@ class CustomLoops:
             if mode is InputReplicationMode.PER_REPLICA:
                 raise NotImplementedError(
                     "`InputReplicationMode.PER_REPLICA` needs a function that "
-                    "makes a dataset for each replica. Received: a dataset. "
-                    "Use `distribute_datasets_from_function`."
+                    "makes a dataset for each replica. For a dataset, use "
+                    "`distribute_datasets_from_function`."
                 )
             if options.distribute is not None:
                 policy = options.distribute.policy

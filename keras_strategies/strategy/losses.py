@@ -53,7 +53,7 @@ def compute_average_loss(
     if not losses.ndim:
         raise ValueError(
             "`per_example_loss` must contain a loss for each row, with shape "
-            "(rows, ...). Received: a scalar. Create the Keras loss with "
+            "(rows, ...), not a scalar. Create the Keras loss with "
             '`reduction="none"`.'
         )
     if global_batch_size is None:

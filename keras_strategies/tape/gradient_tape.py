@@ -74,7 +74,7 @@ class GradientTape:
         if self._scopes is not None:
             raise ValueError(
                 "Tape is still recording: an active tape must not be entered "
-                "again. Received: a second `with` of the same tape. Create "
+                "again. Create "
                 "another `GradientTape`."
             )
         self.trace = reads.find_trace()
@@ -180,8 +180,7 @@ class GradientTape:
         if self._is_used and not self._persistent:
             raise RuntimeError(
                 "A non-persistent GradientTape can only be used to compute one "
-                "set of gradients. Received: another call of `gradient`. "
-                "Create `GradientTape(persistent=True)`."
+                "set of gradients. Create `GradientTape(persistent=True)`."
             )
         kind = getattr(unconnected_gradients, "value", unconnected_gradients)
         if kind not in ("none", "zero"):
@@ -206,8 +205,8 @@ class GradientTape:
     def jacobian(self, *_: Any, **__: Any) -> Any:
         """Raises NotImplementedError: use `jax.jacobian`."""
         raise NotImplementedError(
-            "Jacobians by tapes are not supported. Received: a call of "
-            "`jacobian` or `batch_jacobian`. Use `jax.jacobian` of a function "
+            "`jacobian` and `batch_jacobian` are not supported. Use "
+            "`jax.jacobian` of a function "
             "of the arrays."
         )
 
@@ -216,16 +215,16 @@ class GradientTape:
     def _check_records(self, name: str) -> None:
         if self._scopes is None:
             raise ValueError(
-                f"`{name}` must be called while the tape records. Received: a "
-                "call outside of its `with` block. Call it within."
+                f"`{name}` must be called while the tape records. Call it "
+                f"inside of the tape's `with` block."
             )
 
     def _check_is_innermost(self) -> None:
         if reads.recording.tapes[-1:] != [self]:
             raise ValueError(
                 "Tapes must be left in the reverse of the order in which they "
-                "were entered, and only the innermost can be reset. Received: "
-                "another tape. Use nested `with` blocks."
+                "were entered, and only the innermost can be reset. Use nested "
+                "`with` blocks."
             )
 
     def _differentiate(

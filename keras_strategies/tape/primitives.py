@@ -15,14 +15,13 @@ ON, OFF = "on", "off"
 _NESTED = (
     "`GradientTape.gradient` must not be called in a function that JAX "
     "differentiates or maps (`jax.grad`, `jax.vmap`, `jax.linearize`). "
-    "Received: a call in such a function. Use a nested tape, or "
+    "Use a nested tape, or "
     "`ks.value_and_grad`."
 )
 _UNTRACED = (
     "`GradientTape` must be used in a step of `fit`, `evaluate` or `predict` "
     "or in a function given to `run`, in the same trace as all that leads to "
-    "its target. Received: a call of `gradient` elsewhere. Use "
-    "`ks.value_and_grad` there."
+    "its target. Elsewhere, use `ks.value_and_grad`."
 )
 
 read_p = Primitive("ks_tape_read")

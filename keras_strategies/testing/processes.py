@@ -138,7 +138,7 @@ def _check_codes(target: str, results: list[ProcessResult]) -> None:
     if any(result.returncode for result in results):
         raise RuntimeError(
             f"{target!r} must succeed in all {len(results)} processes. "
-            "Received: at least one exit status other than 0. Check the "
+            "At least one exit status is not 0. Check the "
             "output of each process, shown below."
             f"{_format_outputs(results)}"
         )

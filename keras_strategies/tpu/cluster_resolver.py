@@ -340,8 +340,8 @@ def _check_name(tpu: str | None, environ: Mapping[str, str]) -> str:
     if tpu is None:
         if not this_tpu and not _has_tpu(environ):
             raise ValueError(
-                "`TPUClusterResolver()` needs a TPU. Received: no TPU on this "
-                "machine (no /dev/accel0 or /dev/vfio/0, and no environment "
+                "`TPUClusterResolver()` needs a TPU. This machine has none (no "
+                "/dev/accel0 or /dev/vfio/0, and no environment "
                 "variable of Cloud TPU). To run on this machine's devices in "
                 "place of a TPU, pass '' or 'local'."
             )

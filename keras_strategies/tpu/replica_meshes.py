@@ -44,7 +44,7 @@ def choose_assignment(
     if assignment is not None and experimental is not None:
         raise ValueError(
             "`experimental_device_assignment` and `device_assignment` must not "
-            "be passed together. Received: both. Pass only "
+            "be passed together. Pass only "
             "`device_assignment`."
         )
     return experimental if assignment is None else assignment

@@ -218,8 +218,8 @@ class Topology:
         self._find_owner(device_coordinates)
         if not self._devices:
             raise ValueError(
-                "The topology must be made from devices. Received: a topology "
-                f"made from coordinates: {self!r}. Create it with "
+                "The topology must be created from devices, not from "
+                f"coordinates. Received: {self!r}. Create it with "
                 "`Topology.from_devices(jax.devices())` or "
                 "`Topology.from_name(name)`."
             )

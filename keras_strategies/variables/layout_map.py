@@ -135,15 +135,15 @@ class LayoutMap:
         if len(unmatched) == len(self._layouts) and not has_part:
             raise ValueError(
                 "Each key of `layout_map` must match the full path of a "
-                "variable. Received: only keys that match no variable, so that "
-                f"no variable would be sharded over cores: {shown}. Change the "
+                "variable. No key matches one, so no variable would be sharded "
+                f"over cores: {shown}. Change the "
                 "keys, or remove `layout_map`."
             )
         self._unmatched = []
         warnings.warn(
             "Each key of `layout_map` must match the full path of a "
-            "variable. Received: keys that match no variable and therefore "
-            f"have no effect: {shown}. Change or remove these keys.",
+            "variable. These keys match no variable and have no effect: "
+            f"{shown}. Change or remove these keys.",
             UserWarning,
             stacklevel=2,
         )

@@ -350,8 +350,8 @@ def variable_creator_scope(
         if not is_nested:
             raise RuntimeError(
                 "Exiting variable_creator_scope without proper nesting: scopes "
-                "must be exited in the reverse order of their entry. Received: "
-                "an exit while an inner scope is open. Exit that scope first."
+                "must be exited in the reverse order of their entry. An inner "
+                "scope is still open: exit it first."
             )
 
 

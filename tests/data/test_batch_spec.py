@@ -151,7 +151,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize("text", FOREIGN, ids=lambda text: text[:40])
 def test_what_is_no_structure_is_refused(text):
-    with pytest.raises(ValueError, match="an invalid description"):
+    with pytest.raises(ValueError, match="This one is not"):
         batch_spec.make_empty(text)
 
 
@@ -219,7 +219,7 @@ def test_a_named_tuple_is_made_without_its_own_code():
 
 def test_files_name_no_classes():
     spec = batch_spec.make_spec(Named(np.ones(2), np.ones(2)))
-    with pytest.raises(ValueError, match="an invalid description"):
+    with pytest.raises(ValueError, match="This one is not"):
         batch_spec.make_empty(spec, has_classes=False)
 
 

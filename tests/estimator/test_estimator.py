@@ -71,7 +71,7 @@ def needs_nothing():
         (
             {"model_fn": keras.Sequential()},
             TypeError,
-            "a Keras model. Use `ks.estimator.model_to_estimator`",
+            "a Keras model, use `ks.estimator.model_to_estimator`",
         ),
         ({"model_fn": lambda features, x: 0}, ValueError, "not expected"),
         (

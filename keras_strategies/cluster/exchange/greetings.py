@@ -34,14 +34,10 @@ SET = (
     "Set it to the same value in all of them. The command "
     f"`{job_secret.MAKE}` prints a new value."
 )
-NOT_THERE = (
-    f"{SAME}Received: a value in process 0, but none in this process. {SET}"
-)
-ONLY_HERE = (
-    f"{SAME}Received: a value in this process, but none in process 0. {SET}"
-)
+NOT_THERE = f"{SAME}It is set in process 0, but not in this process. {SET}"
+ONLY_HERE = f"{SAME}It is set in this process, but not in process 0. {SET}"
 ANOTHER = (
-    f"{SAME}Received: a different value in process 0. {SET} If the values are "
+    f"{SAME}Process 0 has a different value. {SET} If the values are "
     "equal, check whether another job uses the address of process 0."
 )
 

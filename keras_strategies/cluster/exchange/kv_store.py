@@ -30,7 +30,7 @@ def get_client() -> Any:
     if client is None:
         raise RuntimeError(
             "A strategy over several processes needs JAX's coordination "
-            "service. Received: a process that is not connected to it. Call "
+            "service. This process is not connected to it. Call "
             "`jax.distributed.initialize` before you create the strategy."
         )
     return client

@@ -305,8 +305,8 @@ class _Host:
     def _find_problem(self, process: int, hello: dict[str, Any]) -> str:
         if "nonce" in hello and self._secret is None:
             return (
-                f"{SAME}Received: a value in {self._name(process)}, but none "
-                f"in process 0. {SET}"
+                f"{SAME}It is set in {self._name(process)}, but not in process "
+                f"0. {SET}"
             )
         if hello["count"] != self._count:
             return (

@@ -189,8 +189,8 @@ class KubernetesClusterResolver(ClusterResolver):
                 raise RuntimeError(
                     f'Pod "{pod.metadata.name}" is not running; phase: '
                     f'"{pod.status.phase}". All pods that match the label '
-                    f"selector {shorten(selector)} must be running. Received: "
-                    "a pod that is not. Wait until it is running, or pass a "
+                    f"selector {shorten(selector)} must be running. Wait until "
+                    f"it is running, or pass a "
                     "selector that excludes it."
                 )
         return [join_address(_read_ip(pod), self._port) for pod in pods]
@@ -219,8 +219,8 @@ def read_pod_of_job(environ: Mapping[str, str], port: int) -> PodOfJob:
     if name is None:
         raise RuntimeError(
             f"{_COUNTS[0]} not found in environment. A pod cannot detect how "
-            "many pods its Job has. Received: a pod's index, but no number of "
-            f"pods. Set {_COUNTS[0]} in the manifest to the Job's "
+            f"many pods its Job has. Set {_COUNTS[0]} in the manifest to the "
+            "Job's "
             "`parallelism` (docs/clusters.md)."
         )
     count = read_number(environ, name, "the manifest", least=1)
@@ -272,8 +272,8 @@ def _make_client(location: KubernetesExecutableLocation) -> Any:
         client = importlib.import_module("kubernetes.client")
     except ImportError as error:
         raise ImportError(
-            "The Kubernetes Python client must be installed to query pods. "
-            "Received: no module `kubernetes`. Run `pip install kubernetes`, "
+            "Querying pods needs the Kubernetes Python client, which is not "
+            "installed. Run `pip install kubernetes`, "
             "pass `override_client`, or start the program in an indexed Job, "
             "where the client is not needed (docs/clusters.md)."
         ) from error

@@ -246,8 +246,8 @@ def _check_keys(config: dict[str, Any]) -> None:
     if not unknown:
         return
     raise ValueError(
-        f'The jobs in {VARIABLE} must be under the key "cluster". Received: no '
-        f"cluster, but the keys {shorten(unknown)}. Without a cluster, each "
+        f'The jobs in {VARIABLE} must be under the key "cluster". Received: '
+        f"the keys {shorten(unknown)}. Without a cluster, each "
         "process would train separately and write to the same files. "
         f"{_EXAMPLE}"
     )

@@ -51,8 +51,8 @@ class UnionResolver(ClusterResolver):
             )
         if not resolvers:
             raise ValueError(
-                "At least one ClusterResolver is required. Received: none. "
-                "Pass the resolvers to combine as positional arguments."
+                "At least one ClusterResolver is required. Pass the resolvers "
+                "to combine as positional arguments."
             )
         cure = "Pass resolvers of `ks.cluster_resolver`."
         for resolver in resolvers:

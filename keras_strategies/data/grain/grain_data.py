@@ -236,9 +236,9 @@ def _is_divided(
     except AttributeError:
         raise RuntimeError(
             "With this version of grain it is unknown whether a "
-            "`grain.DataLoader` is sharded, so rows might be lost. Received: a "
-            "loader without `_shard_options`, in a job with several "
-            "processes. Use a `grain.MapDataset` or another version of grain; "
+            "`grain.DataLoader` is sharded, so a job with several processes "
+            "might lose rows. The loader has no `_shard_options`. Use a "
+            "`grain.MapDataset` or another version of grain; "
             "or, if each process has different rows, `AutoShardPolicy.OFF`."
         ) from None
     if options.shard_count == 1:

@@ -159,8 +159,7 @@ def _is_by_file(
     if policy is AutoShardPolicy.HINT:
         raise ValueError(
             "HINT needs a `tf.data.Dataset` with `shard(SHARD_HINT, ...)`. "
-            "Received: AutoShardPolicy.HINT for the files of `ks.data.files`. "
-            "Use AUTO, FILE, DATA or OFF."
+            "`ks.data.files` has none. Use AUTO, FILE, DATA or OFF."
         )
     by_rows = (AutoShardPolicy.DATA, AutoShardPolicy.OFF)
     if num_processes == 1 or policy in by_rows:

@@ -157,7 +157,7 @@ class RowsSource(IndexedSource):
     def __init__(self, dataset: NumpyDataset) -> None:
         if dataset.batch_size is None:
             raise ValueError(
-                "A dataset must yield global batches. Received: a dataset of "
+                "A dataset must yield global batches. This dataset yields "
                 "single rows. Call `.batch(global_batch_size)` first."
             )
         self._arrays = dataset.arrays

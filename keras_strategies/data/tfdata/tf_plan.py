@@ -124,7 +124,7 @@ def _check_shards(
     if policy is _Policy.HINT and not has_hint:
         raise ValueError(
             "`AutoShardPolicy.HINT` needs a `dataset.shard(SHARD_HINT, ...)`. "
-            "Received: a dataset without such a `shard`. Add one where the "
+            "The dataset has no such `shard`. Add one where the "
             "rows should be split, or use `AutoShardPolicy.OFF` if every "
             "process should read all rows."
         )
@@ -146,8 +146,8 @@ def _check_inspectable(dataset: Dataset, graph: Graph | None) -> None:
     if graph is None and not is_plain(dataset):
         raise ValueError(
             "With several processes, TensorFlow must be able to convert a "
-            "tf.data.Dataset to a graph. Received: a dataset that it cannot "
-            "convert, because of arrays of 2 GiB or more, or of operations "
-            "from another library. Pass the arrays themselves, read them from "
+            "tf.data.Dataset to a graph. This dataset cannot be converted, "
+            "because it contains arrays of 2 GiB or more, or operations from "
+            "another library. Pass the arrays themselves, read them from "
             "files, or use `AutoShardPolicy.OFF`."
         )

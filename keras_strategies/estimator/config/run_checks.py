@@ -84,8 +84,8 @@ def check_trains(config: Any, num_processes: int) -> None:
     if config.task_type in (SERVER, EVALUATOR):
         raise ValueError(
             "Train has been called with a wrong configuration: task type "
-            f"{config.task_type!r} does not train. Received: a TF_CONFIG with "
-            "this task type. Call `ks.estimator.train_and_evaluate`, which "
+            f"{config.task_type!r} does not train. Call "
+            f"`ks.estimator.train_and_evaluate`, which "
             "trains or evaluates according to the task type. Parameter servers "
             "are not supported."
         )

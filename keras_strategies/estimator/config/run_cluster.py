@@ -126,8 +126,7 @@ def _validate_task(
         missing = "type" if not task_type else "index"
         raise ValueError(
             f'If "cluster" is set in {VARIABLE}, task {missing} must be set. '
-            f"Received: a cluster, but no task {missing}. Add a task such as "
-            '"task": {"type": "worker", "index": 0}.'
+            'Add a task such as "task": {"type": "worker", "index": 0}.'
         )
     if task_type == EVALUATOR:
         return task_type, task_id

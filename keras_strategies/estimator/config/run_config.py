@@ -236,7 +236,7 @@ class RunConfig:
             if getattr(self, name) is not None:
                 raise ValueError(
                     f"Either `{name}` or `experimental_distribute.{name}` can "
-                    "be set, but not both. Received: both. Omit one of the two."
+                    f"be set, but not both. Omit one of the two."
                 )
             self._set(**{name: strategy})
         if getattr(source, "remote_cluster", None):

@@ -246,7 +246,7 @@ def find_checkpointer(callbacks: Callbacks) -> CheckpointCallback | None:
     if any(checkpointers[0] in one.callbacks for one in lists):
         raise ValueError(
             f"`{type(checkpointers[0]).__name__}` must be called after all "
-            "other callbacks. Received: a `CallbackList`, whose order is "
-            "fixed. Pass a plain list of callbacks to `fit`."
+            "other callbacks. The order of a `CallbackList` is fixed. Pass a "
+            "plain list of callbacks to `fit`."
         )
     return checkpointers[0]

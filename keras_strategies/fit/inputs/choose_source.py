@@ -270,8 +270,8 @@ def _add_class_weights(
 def _check_ends(source: Source, steps_per_epoch: int | None) -> None:
     if source.is_infinite and not steps_per_epoch:
         raise ValueError(
-            "An epoch of an infinite dataset needs an end. Received: a "
-            "dataset that repeats forever, without a number of steps. Pass "
+            "The dataset repeats forever, so an epoch needs a number of steps. "
+            "Pass "
             "`steps_per_epoch` (in `evaluate` and `predict`: `steps`), or "
             "remove `.repeat()`."
         )

@@ -394,6 +394,6 @@ def place_batch(batch: Tree, mesh: ReplicaMesh) -> Execution:
 
 
 _NO_ROWS = (
-    "Training, evaluation and prediction need at least one row. Received: "
-    "data without rows. Check the dataset, its filters and its batch size."
+    "Training, evaluation and prediction need at least one row, but the data "
+    "has none. Check the dataset, its filters and its batch size."
 )

@@ -63,7 +63,7 @@ def compute_batch_weights(
     if sample_weight is not None:
         raise ValueError(
             "Arguments `sample_weight` and `class_weight` cannot be passed "
-            "together. Received: both. Multiply `sample_weight` by the class "
+            "together. Multiply `sample_weight` by the class "
             "weights, and pass only the product as `sample_weight`."
         )
     return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)

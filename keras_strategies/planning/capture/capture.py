@@ -228,7 +228,7 @@ class Capture:
             given = (call["x"], call["y"], call["sample_weight"])
             batch, steps = times_rows(given, self._find_factor(strategy)), 1
         if not jax.tree.leaves(batch):
-            raise PlanError("`fit` needs data. Received: no data. Pass `x`.")
+            raise PlanError("`fit` needs data. Pass `x`.")
         step = FitStep(model, strategy, batch, steps)
         if self._layout is not None and self._layout.cores > 1:
             # The map is computed from the built model, which is placed again.
@@ -264,8 +264,8 @@ class Capture:
         if self._layout is not None and self._layout.cores > 1:
             raise PlanError(
                 "A layout with 'model' can only be planned for models that "
-                "`fit` trains. Received: a script with a custom training "
-                "loop. Use a layout without 'model'."
+                "`fit` trains. This script has a custom training loop. Use a "
+                "layout without 'model'."
             )
         self._catch(RunStep(runner, fn, args, kwargs))
 
@@ -274,8 +274,8 @@ class Capture:
             raise PlanError(
                 "A planned step must use one of the strategies "
                 "MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy, "
-                "OneDeviceStrategy. Received: a step of another strategy (such "
-                "as the default strategy or `TPUStrategy.for_topology`), on "
+                "OneDeviceStrategy. This step uses another one (such as the "
+                "default strategy or `TPUStrategy.for_topology`), on "
                 f"{len(mesh.devices)} x {mesh.devices[0].device_kind!r}. Train "
                 "in the scope of one of the listed strategies."
             )

@@ -394,7 +394,7 @@ def _check_alike(traces: list[_Trace]) -> None:
 def _refuse() -> NoReturn:
     raise ValueError(
         "All replicas must call the same collectives in the same order, "
-        "and return results of the same structure. Received: a function "
-        "whose collectives or results depend on the number of rows. Make them "
+        "and return results of the same structure. This function's collectives "
+        "or results depend on the number of rows. Make them "
         "the same, or drop incomplete batches (`drop_remainder=True`)."
     )

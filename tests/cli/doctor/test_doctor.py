@@ -393,8 +393,7 @@ def test_launcher_is_named_as_the_one_who_set_tf_config():
         ({"TF_CONFIG": tf_config(["a:1", "a:1"], 0)}, "'a:1' for task 0"),
         (
             {"TF_CONFIG": json.dumps({"clusters": {"worker": ["a:1", "b:1"]}})},
-            'under the key "cluster". Received: no cluster, but the keys '
-            "['clusters']",
+            "under the key \"cluster\". Received: the keys ['clusters']",
         ),
         *(
             (

@@ -73,7 +73,7 @@ def test_one_without_it_says_so_and_keeps_nobody_out(address):
     )
     assert told == ["met", "met"]
     assert f"the same {VARIABLE}" in alone
-    assert "a value in process 0, but none in this" in alone
+    assert "set in process 0, but not in this" in alone
 
 
 def test_process_0_says_who_did_not_prove_it(address):
@@ -86,9 +86,9 @@ def test_process_0_says_who_did_not_prove_it(address):
 def test_only_the_others_have_it(address):
     told, _ = run(address, [None, ONE, None])
     assert f"the same {VARIABLE}" in told[0]
-    assert "a value in process 1, but none in process 0" in told[0]
+    assert "set in process 1, but not in process 0" in told[0]
     assert told[2] == told[0]
-    assert "a value in this process, but none in" in told[1]
+    assert "set in this process, but not in" in told[1]
 
 
 @pytest.mark.multi_process
@@ -97,7 +97,7 @@ def test_another_secret_is_another_job(address):
         address, [ONE, ONE], before=lambda: said_to(address, 1, OTHER)
     )
     assert told == ["met", "met"]
-    assert "a different value in process 0" in other
+    assert "Process 0 has a different value" in other
     told, _ = run(address, [ONE, OTHER], timeout_s=LIMIT)
     assert "a process that claimed to be process 1" in told[0]
 

@@ -468,7 +468,7 @@ def test_everything_is_restored_after_the_script(tmp_path):
             + "strategy = ks.Strategy(ReplicaMesh(devices=jax.devices()[:2]))\n"
             + MODEL
             + "model.fit(x, y)",
-            "of another strategy .*, on 2 x 'cpu'",
+            "uses another one .*, on 2 x 'cpu'",
         ),
         (HEAD + "ks.get_strategy().run(lambda: 1)", "on 1 x 'cpu'"),
     ],
