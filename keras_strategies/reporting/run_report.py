@@ -20,9 +20,9 @@ from keras_strategies.fit.callbacks.callback_list import (
 from keras_strategies.fit.callbacks.resumable_fit import (
     find_fit_state,
 )
-from keras_strategies.fit.step_profiler import parse_steps, profile_steps
+from keras_strategies.fit.step_profiler import profile_steps
 from keras_strategies.keras_bridge.model_flops import embeds_tokens
-from keras_strategies.names.phases import recording
+from keras_strategies.names.phases import parse_steps, recording
 from keras_strategies.reporting import document as files
 from keras_strategies.reporting.advice import write_advice
 from keras_strategies.reporting.figures import (

@@ -236,7 +236,11 @@ def off():
     ("act", "error", "part"),
     [
         (lambda s, m: m.fit(NoParts(), verbose=0), TypeError, "ks.data.take"),
-        (lambda s, m: m.fit(Endless(), verbose=0), ValueError, "needs an end"),
+        (
+            lambda s, m: m.fit(Endless(), verbose=0),
+            ValueError,
+            "needs a number of steps",
+        ),
         (lambda s, m: m.fit(Endless(), Y), ValueError, "`y`"),
         (
             lambda s, m: s.experimental_distribute_dataset(Endless(), off()),

@@ -295,7 +295,7 @@ CASES = {
     "The arrays of a batch must contain": lambda _: fit(X.astype(object), Y),
     "Training, evaluation and prediction": nothing,
     "All batches must have the same": two_structures,
-    "An epoch of an infinite dataset": infinite,
+    "The dataset repeats forever": infinite,
     "`class_weight` needs batches": weights_twice,
     "A function given to `run` is traced": value_in_run,
     "must not be called in a function that": run_in_jit,

@@ -4,6 +4,7 @@ import functools
 import os
 import pathlib
 import random
+import re
 import shutil
 import sys
 import types
@@ -96,7 +97,7 @@ def test_wrong_argument_of_an_estimator_is_refused(
         given.pop("params")
     with pytest.raises(error, match=text) as raised:
         Estimator(**given | arguments)
-    assert "Received: " in str(raised.value)
+    assert re.search("Received: |For a Keras model, use", str(raised.value))
 
 
 def test_model_dir_is_that_of_the_argument_or_of_the_config(tmp_path):
@@ -186,7 +187,7 @@ def test_wrong_argument_of_a_method_is_refused(
         del given["input_fn"]
     with pytest.raises(error, match=text) as raised:
         getattr(estimator, method)(**given)
-    assert "Received: " in str(raised.value)
+    assert re.search("Received: |contains no", str(raised.value))
     assert estimator.latest_checkpoint() is None
 
 
@@ -521,7 +522,7 @@ def test_input_may_be_what_fit_takes(tmp_path, input_fn):
         (({"a": X.tolist()}, Y.tolist()), TypeError, "of type tuple"),
         (({"a": X, "b": np.array(["b"] * 22)}, Y), TypeError, "strings in 'b'"),
         (({"a": X}, np.float32(1)), ValueError, "a scalar"),
-        ({"a": X}, ValueError, "without labels"),
+        ({"a": X}, ValueError, "has no labels"),
         ((None, Y), TypeError, "None for the features"),
     ],
 )

@@ -197,7 +197,11 @@ def modes_of(folder):
         ({"as_text": True}, ValueError, "`as_text` is not"),
         ({"serving_input_receiver_fn": arrays}, ValueError, "not supported"),
         ({"experimental_mode": "a"}, ValueError, "must be one of"),
-        ({"checkpoint_path": "/nowhere/3"}, ValueError, "without a checkpoint"),
+        (
+            {"checkpoint_path": "/nowhere/3"},
+            ValueError,
+            "contains no checkpoint",
+        ),
     ],
 )
 def test_wrong_export_is_refused_and_leaves_nothing(

@@ -77,7 +77,7 @@ def test_run_in_a_tf_function_is_refused():
     with pytest.raises(RuntimeError, match=r"`run`.*`tf.function`") as caught:
         train()
     assert_text(caught, "ks.function")
-    with pytest.raises(ValueError, match="per-replica value") as caught:
+    with pytest.raises(ValueError, match="A PerReplica must") as caught:
         tf.function(lambda batch: batch)(batch)
     assert_text(caught, "@ks.function")
 

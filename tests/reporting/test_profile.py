@@ -10,11 +10,8 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.fit.step_profiler import (
-    DIRECTORY,
-    STEPS,
-    parse_steps,
-)
+from keras_strategies.fit.step_profiler import DIRECTORY
+from keras_strategies.names.phases import STEPS, parse_steps
 
 
 def make_model(strategy, **options):

@@ -104,7 +104,7 @@ def test_arguments_that_a_dataset_has_no_use_for_are_refused():
     distribute = strategy.experimental_distribute_dataset
     with pytest.raises(ValueError, match="targets and sample"):
         build().fit(distribute(tf_dataset()), Y, verbose=0)
-    with pytest.raises(ValueError, match="needs an end"):
+    with pytest.raises(ValueError, match="needs a number of steps"):
         build().fit(distribute(tf_dataset().repeat()), verbose=0)
 
 

@@ -24,11 +24,11 @@ from keras_strategies.cli.doctor.findings import (
 from keras_strategies.cluster.checks import read_timeout
 from keras_strategies.cluster.exchange.job_secret import VARIABLE, read_secret
 from keras_strategies.cluster.spec import TaskInfo
-from keras_strategies.fit.step_profiler import read_steps
 from keras_strategies.gpu.xla_flags import read_flags
 from keras_strategies.job import compilation_cache, mutual_tls
 from keras_strategies.keras_bridge.backend import is_switched_on
 from keras_strategies.names import versions
+from keras_strategies.names.phases import read_steps
 
 LEAST_PYTHON = (3, 11)
 # Optional modules, the extras that install them, and what they are used for.

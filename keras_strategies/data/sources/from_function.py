@@ -149,7 +149,9 @@ class FunctionSource(Source):
             _check_equal(present)
             empty = jax.tree.map(lambda leaf: leaf[:0], present[0])
             filled = [empty if part is None else part for part in parts]
-            counts = tuple(map(num_rows, filled))
+            counts = tuple(
+                0 if part is None else num_rows(part) for part in parts
+            )
             data = jax.tree.map(lambda *leaves: np.concatenate(leaves), *filled)
             yield Part(data=data, rows=sum(counts), counts=counts)
 

@@ -80,7 +80,7 @@ def test_process_0_says_who_did_not_prove_it(address):
     told, _ = run(address, [ONE, None], timeout_s=LIMIT)
     assert "a process that claimed to be process 1, but did not" in told[0]
     assert VARIABLE in told[0]
-    assert "none in this process" in told[1]
+    assert "not in this process" in told[1]
 
 
 def test_only_the_others_have_it(address):

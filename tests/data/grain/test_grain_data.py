@@ -255,7 +255,9 @@ def test_an_endless_dataset_needs_a_number_of_steps():
     x, y = np.ones((8, 1)), np.ones((8, 1))
     data = grain.MapDataset.source(list(zip(x, y, strict=True)))
     for endless in (data.repeat().batch(4), data.batch(4).repeat()):
-        with pytest.raises(ValueError, match="needs an end.*steps_per_epoch"):
+        with pytest.raises(
+            ValueError, match="needs a number of steps.*steps_per_epoch"
+        ):
             model.fit(endless, shuffle=False, verbose=0)
         model.fit(
             endless, steps_per_epoch=3, epochs=2, shuffle=False, verbose=0
