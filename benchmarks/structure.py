@@ -180,12 +180,12 @@ def layer_figures():
     sources = test_layers.read_sources()
     imports = test_layers.imports_of_all(sources)
     yield "circles of imports", len(test_layers.find_circles(imports))
-    faults = [
-        fault
+    problems = [
+        problem
         for path, source in sources.items()
-        for fault in test_layers.find_faults(path, source)
+        for problem in test_layers.find_problems(path, source)
     ]
-    yield "imports of a room above", sum("a room above" in f for f in faults)
+    yield "imports of a room above", sum("a room above" in f for f in problems)
 
 
 def main():

@@ -1,8 +1,8 @@
 """Which module may import what, and how large each room may be.
 
 The rooms are those of docs/architecture.md. The files are parsed, never
-imported. `find_faults` is tried on bad sources too, so that no rule can pass by
-looking at nothing.
+imported. `find_problems` is tried on bad sources too, so that no rule can pass
+by looking at nothing.
 """
 
 import ast
@@ -126,7 +126,7 @@ LOGIC_LINES = {
 SLACK = 40
 
 
-def find_faults(path, source):
+def find_problems(path, source):
     """The rules that a module breaks.
 
     Args:
@@ -134,45 +134,47 @@ def find_faults(path, source):
       source: Its text.
 
     Returns:
-      A sentence for each fault.
+      A sentence for each problem.
     """
     path = pathlib.PurePosixPath(path)
     package = path.parts[0] if len(path.parts) > 1 else ""
     floor = _find_floor(path)
     tree = ast.parse(source)
     imports = list(_find_imports(path, tree))
-    faults = []
+    problems = []
     for line, name, is_eager in imports:
         root = name.split(".")[0]
         room = _find_room(name) if root == PACKAGE else None
         if room is not None and not (
             room == _room_of_file(path) or FLOOR.get(room, 99) < floor
         ):
-            faults.append(f"{path}:{line}: imports a room above: {name}")
+            problems.append(f"{path}:{line}: imports a room above: {name}")
         is_plan = f"{name}.".startswith(f"{PACKAGE}.planning.")
         if is_plan and package not in PLANNERS:
-            faults.append(f"{path}:{line}: {package!r} imports planning")
+            problems.append(f"{path}:{line}: {package!r} imports planning")
         is_outside = room is not None and room.split("/")[0] != package
         if is_outside and package in SEAMS and not _is_seam(path, room):
-            faults.append(f"{path}:{line}: not by {package}/seam.py: {name}")
+            problems.append(f"{path}:{line}: not by {package}/seam.py: {name}")
         is_port = f"{name}.".startswith(f"{PACKAGE}.migrate.")
         if is_port and package not in MIGRATES:
-            faults.append(f"{path}:{line}: {package!r} imports migrate")
+            problems.append(f"{path}:{line}: {package!r} imports migrate")
         if root == "keras" and package in WITHOUT_KERAS:
-            faults.append(f"{path}:{line}: {package!r} imports keras")
+            problems.append(f"{path}:{line}: {package!r} imports keras")
         if root in LAZY and is_eager:
-            faults.append(f"{path}:{line}: {root} is imported eagerly")
+            problems.append(f"{path}:{line}: {root} is imported eagerly")
     names = [(line, name) for line, name, _ in imports]
     names += [(node.lineno, word) for node, word in _find_names(tree)]
     for line, name in names:
         if f"{name}.".startswith("keras.src.") and package not in BRIDGE:
-            faults.append(f"{path}:{line}: keras.src outside the bridge")
+            problems.append(f"{path}:{line}: keras.src outside the bridge")
         is_its_place = str(path) == "spmd/replica_map.py"
         if "shard_map" in name.split(".") and not is_its_place:
-            faults.append(f"{path}:{line}: shard_map outside spmd/replica_map")
+            problems.append(
+                f"{path}:{line}: shard_map outside spmd/replica_map"
+            )
     if (count := len(source.splitlines())) > MAX_LINES:
-        faults.append(f"{path}: {count} lines, over {MAX_LINES}")
-    return faults
+        problems.append(f"{path}: {count} lines, over {MAX_LINES}")
+    return problems
 
 
 def _room_of_file(path):
@@ -281,14 +283,14 @@ def _find_names(tree):
 def test_every_module_keeps_the_rules():
     paths = sorted(FOLDER.rglob("*.py"))
     assert len(paths) > 20
-    faults = [
-        fault
+    problems = [
+        problem
         for path in paths
-        for fault in find_faults(
+        for problem in find_problems(
             path.relative_to(FOLDER).as_posix(), path.read_text("utf-8")
         )
     ]
-    assert not faults, "\n".join(faults)
+    assert not problems, "\n".join(problems)
 
 
 def test_every_room_has_a_floor():
@@ -343,8 +345,8 @@ def test_a_room_that_grows_is_seen():
     counts = count_logic_lines(FOLDER)
     function = "def f():\n" + "    g()\n" * 59
     grown = counts["spmd"] + len(logic_lines(function))
-    (fault,) = find_grown(counts | {"spmd": grown})
-    assert fault.startswith("spmd: ")
+    (problem,) = find_grown(counts | {"spmd": grown})
+    assert problem.startswith("spmd: ")
     assert find_grown(counts | {"new": 1}) == ["new: no number"]
     assert find_grown(counts | {"spmd": counts["spmd"] - 60})
 
@@ -582,7 +584,7 @@ def test_circles_are_found(sources, circles):
     ],
 )
 def test_rule_can_fail(path, source, expected):
-    assert expected in "\n".join(find_faults(path, source))
+    assert expected in "\n".join(find_problems(path, source))
 
 
 @pytest.mark.parametrize(
@@ -619,4 +621,4 @@ def test_rule_can_fail(path, source, expected):
     ],
 )
 def test_good_source_is_let_through(path, source):
-    assert find_faults(path, source) == []
+    assert find_problems(path, source) == []

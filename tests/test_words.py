@@ -44,7 +44,7 @@ WORDS = {
 }
 
 
-def summary_fault(doc, kind):
+def summary_problem(doc, kind):
     """Returns what is wrong with a docstring's first line, or None."""
     first = doc.splitlines()[0]
     if re.match(QUESTIONS, first):
@@ -61,17 +61,17 @@ def summary_fault(doc, kind):
     return None
 
 
-def name_fault(name):
+def name_problem(name):
     """Returns what is wrong with a function's name, or None."""
     if PARTICIPLE.fullmatch(name) and not NAMED.fullmatch(name):
         return "is a bare participle"
     return None
 
 
-def message_fault(text):
+def message_problem(text):
     """Returns what is wrong with an error's message, or None.
 
-    Its rule, in front of "Received", is an obligation or names the fault.
+    Its rule, in front of "Received", is an obligation or names the problem.
     """
     rule, is_there, _ = text.partition("Received")
     if is_there and rule.strip() and not RULE.search(rule):
@@ -79,7 +79,7 @@ def message_fault(text):
     return None
 
 
-def word_faults(text):
+def word_problems(text):
     """Yields the words of a text that have a plainer one."""
     for pattern, better in WORDS.items():
         if match := re.search(pattern, text):
@@ -118,33 +118,33 @@ def join_message(node):
     return "".join(parts)
 
 
-def faults_in(source):
-    """Yields the faults of a module: (line, fault)."""
+def problems_in(source):
+    """Yields the problems of a module: (line, problem)."""
     tree = ast.parse(source)
     for node, kind in list_documented(tree):
         line = getattr(node, "lineno", 1)
         doc = ast.get_docstring(node)
-        if doc and (fault := summary_fault(doc, kind)):
-            yield line, f"{doc.splitlines()[0]!r} {fault}"
-        if kind == "function" and (fault := name_fault(node.name)):
-            yield line, f"{node.name} {fault}"
+        if doc and (problem := summary_problem(doc, kind)):
+            yield line, f"{doc.splitlines()[0]!r} {problem}"
+        if kind == "function" and (problem := name_problem(node.name)):
+            yield line, f"{node.name} {problem}"
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             text = join_message(node.exc)
-            if fault := message_fault(text):
-                yield node.lineno, f"{text[:60]!r} {fault}"
+            if problem := message_problem(text):
+                yield node.lineno, f"{text[:60]!r} {problem}"
     for line, text in list_texts(source, tree):
-        for fault in word_faults(text):
-            yield line, fault
+        for problem in word_problems(text):
+            yield line, problem
 
 
 def test_the_package_reads_as_plain_english():
-    faults = [
-        f"{path.relative_to(FOLDER)}:{line}: {fault}"
+    problems = [
+        f"{path.relative_to(FOLDER)}:{line}: {problem}"
         for path in sorted(FOLDER.rglob("*.py"))
-        for line, fault in faults_in(path.read_text("utf-8"))
+        for line, problem in problems_in(path.read_text("utf-8"))
     ]
-    assert not faults, "\n".join(faults)
+    assert not problems, "\n".join(problems)
 
 
 SOURCE = """\
@@ -172,7 +172,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize(
-    ("change", "fault"),
+    ("change", "problem"),
     [
         ({}, None),
         ({"name": "_made"}, "participle"),
@@ -188,17 +188,17 @@ GOOD = {
         ({"message": "There is no x. Received: 4."}, None),
     ],
 )
-def test_faults_are_found(change, fault):
-    found = [text for _, text in faults_in(SOURCE.format(**GOOD | change))]
-    if fault is None:
+def test_problems_are_found(change, problem):
+    found = [text for _, text in problems_in(SOURCE.format(**GOOD | change))]
+    if problem is None:
         assert found == []
     else:
         assert len(found) == 1
-        assert fault in found[0]
+        assert problem in found[0]
 
 
 @pytest.mark.parametrize(
-    ("first", "fault"),
+    ("first", "problem"),
     [
         ("The state of a running fit.", None),
         ("`Strategy.describe`: the mesh drawn.", None),
@@ -207,6 +207,6 @@ def test_faults_are_found(change, fault):
         ("and others.", "middle of a sentence"),
     ],
 )
-def test_faults_of_a_module_are_found(first, fault):
-    found = summary_fault(first, "module")
-    assert found is None if fault is None else fault in found
+def test_problems_of_a_module_are_found(first, problem):
+    found = summary_problem(first, "module")
+    assert found is None if problem is None else problem in found

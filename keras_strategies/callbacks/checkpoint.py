@@ -22,7 +22,7 @@ from keras_strategies.watchdog.preemption import PreemptionNotice
 _logger = logging.getLogger(__name__)
 
 _METRICS = "metrics"
-_CURE = "Omit it, or pass a positive number."
+_FIX = "Omit it, or pass a positive number."
 
 
 class Checkpoint(CheckpointCallback):
@@ -103,7 +103,7 @@ class Checkpoint(CheckpointCallback):
         units = ("steps", "seconds", "epochs")
         for unit, value in zip(units, periods, strict=True):
             name, is_whole = f"`save_every_{unit}`", unit != "seconds"
-            check_number(name, value, _CURE, above=0, is_whole=is_whole)
+            check_number(name, value, _FIX, above=0, is_whole=is_whole)
         if resume not in ("auto", True, False):
             raise ValueError(
                 "`resume` must be 'auto', True or False. Received: "

@@ -326,6 +326,6 @@ def _eval_folder(name: object) -> str:
 
 
 def _steps(name: str, value: int) -> int:
-    cure = "Pass a number of steps, 0 or more."
-    check_number(f"`{name}`", value, cure, least=0, is_optional=False)
+    fix = "Pass a number of steps, 0 or more."
+    check_number(f"`{name}`", value, fix, least=0, is_optional=False)
     return int(value)

@@ -162,7 +162,7 @@ def match_variables(
         differences.
     """
     all_saved = document["variables"]
-    faults: list[str] = []
+    problems: list[str] = []
     matches: dict[str, dict[str, keras.Variable]] = {}
     names = {group for group, variables in groups.items() if variables}
     # Weights are compared first: if they differ, this also explains
@@ -176,14 +176,14 @@ def match_variables(
         pairs = _pair_variables(saved, present)
         if pairs is None:
             for name in [n for n in saved if n not in present]:
-                faults.append(f"{group} {name}: not in the model")
+                problems.append(f"{group} {name}: not in the model")
             for name in [n for n in present if n not in saved]:
-                faults.append(f"{group} {name}: not in the checkpoint")
+                problems.append(f"{group} {name}: not in the checkpoint")
         else:
-            faults += _find_mismatches(group, saved, pairs)
+            problems += _find_mismatches(group, saved, pairs)
             matches[group] = pairs
-    if faults:
-        raise _make_mismatch_error(where, faults)
+    if problems:
+        raise _make_mismatch_error(where, problems)
     return matches
 
 
@@ -303,14 +303,14 @@ def _find_mismatches(
     ]
 
 
-def _make_mismatch_error(where: str, faults: list[str]) -> ValueError:
-    groups = {fault.partition(" ")[0] for fault in faults}
+def _make_mismatch_error(where: str, problems: list[str]) -> ValueError:
+    groups = {problem.partition(" ")[0] for problem in problems}
     what = "model" if _WEIGHTS in groups else " or ".join(sorted(groups))
-    more = len(faults) - _MAX_SHOWN
+    more = len(problems) - _MAX_SHOWN
     return ValueError(
         "A checkpoint must be restored into a model with the same variables. "
         f"Received: {where}, which was saved with another {what}: "
-        f"{'; '.join(faults[:_MAX_SHOWN])}"
+        f"{'; '.join(problems[:_MAX_SHOWN])}"
         f"{f'; and {more} more' if more > 0 else ''}. Build the same model as "
         "when it was saved, or use another directory for this model."
     )

@@ -19,7 +19,7 @@ from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.cluster.exchange.message_forms import (
     MAX_MESSAGE,
     Either,
-    fault_of,
+    problem_of,
 )
 from keras_strategies.cluster.untrusted import load_json
 
@@ -70,11 +70,11 @@ def select_local_states(
       ValueError: if `state` is not a result of `gather_states`, or contains the
         states of a different number of processes.
     """
-    fault = fault_of(state, _STATES)
-    if fault is not None:
+    problem = problem_of(state, _STATES)
+    if problem is not None:
         raise ValueError(
             "Objects must be restored from a checkpoint that contains their "
-            f"states. Received: {where}, whose state is malformed: {fault}. "
+            f"states. Received: {where}, whose state is malformed: {problem}. "
             "Pass a checkpoint that a `CheckpointManager` or `Checkpoint.save` "
             "has written."
         )
@@ -185,7 +185,7 @@ def join(state: Tree, arrays: Mapping[str, Any]) -> Tree:
     if mark not in _FORMS:
         return {key: join(v, arrays) for key, v in state.items()}
     content = state[mark]
-    if fault_of(content, _FORMS[mark]) is not None:
+    if problem_of(content, _FORMS[mark]) is not None:
         raise _make_error(f"the value of {mark!r} is malformed")
     if mark == _ARRAY:
         if content not in arrays:
@@ -230,10 +230,10 @@ def unpack(text: str) -> Tree:
         message = load_json(text, max_characters=MAX_MESSAGE, has_nan=True)
     except ValueError as error:
         raise _make_error(str(error)) from None
-    fault = fault_of(message, (object, dict))
-    fault = fault or fault_of([*message[1].values()], [_ARRAY_FORM])
-    if fault is not None:
-        raise _make_error(fault)
+    problem = problem_of(message, (object, dict))
+    problem = problem or problem_of([*message[1].values()], [_ARRAY_FORM])
+    if problem is not None:
+        raise _make_error(problem)
     plain, sent = message
     return join(plain, {name: _decode_array(*a) for name, a in sent.items()})
 
@@ -256,10 +256,10 @@ def _decode_scalar(value: float, dtype: str) -> np.generic:
         raise _make_error("a number does not fit its dtype") from None
 
 
-def _make_error(fault: str) -> ValueError:
+def _make_error(problem: str) -> ValueError:
     return ValueError(
         "A checkpoint's state must be as it was saved. The state is malformed: "
-        f"{fault}. Use an earlier checkpoint, and make sure that all "
+        f"{problem}. Use an earlier checkpoint, and make sure that all "
         "processes use the same version of keras_strategies."
     )
 

@@ -25,7 +25,7 @@ from keras_strategies.checkpoint.orbax_io import (
     make_checkpointer,
     restore_arrays,
 )
-from keras_strategies.cluster.exchange.message_forms import fault_of, is_count
+from keras_strategies.cluster.exchange.message_forms import is_count, problem_of
 from keras_strategies.fit.callbacks.callback_states import (
     has_swapped_averages,
 )
@@ -162,9 +162,9 @@ def read_position(document: contents.Document, path: str) -> tuple[int, int]:
       DamagedCheckpoint: if the document does not contain these numbers.
     """
     state = document["state"]
-    fault = fault_of(state, _PLACE, "its state")
-    if fault is not None:
-        raise make_damage_error(path, names.RUN, fault)
+    problem = problem_of(state, _PLACE, "its state")
+    if problem is not None:
+        raise make_damage_error(path, names.RUN, problem)
     return state["epoch"], state["step"]
 
 

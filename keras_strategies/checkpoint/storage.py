@@ -166,10 +166,10 @@ class Storage:
         self.wait()
 
         def find() -> int | None:
-            manifest, faults = verify.find_newest_good(self.directory)
-            for fault in faults if is_writer else ():
-                aside = quarantine(fault)
-                _logger.warning("%s It was renamed to %s.", fault, aside)
+            manifest, problems = verify.find_newest_good(self.directory)
+            for problem in problems if is_writer else ():
+                aside = quarantine(problem)
+                _logger.warning("%s It was renamed to %s.", problem, aside)
             if is_writer:
                 self._note_good()
             return None if manifest is None else manifest.step

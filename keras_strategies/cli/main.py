@@ -46,7 +46,7 @@ _DOCTOR = """\
 Reports what keras_strategies finds on this machine and in its cluster, and what
 you should change. If you run it in all processes of a cluster (through srun,
 launch, ...), the processes connect and time an all-reduce. The exit code is 1
-if a fault was found.
+if a problem was found.
 """
 _CHECKPOINTS = """\
 Lists the checkpoints in a directory: which are damaged, what they contain, and
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status, which is 0 on success. `doctor` returns 1 if it found a
-      fault. `launch` returns the exit code of the process that failed first.
+      problem. `launch` returns the exit code of the process that failed first.
       `checkpoints` returns 1 if a checkpoint is damaged. `report` returns 2
       if a directory has no report. `plan` returns 1 if no candidate could be
       planned. `migrate` returns 1 if lines are left, and 2 if a file could not
@@ -211,10 +211,10 @@ def _refuse_unknown(
     parser: argparse.ArgumentParser, unknown: list[str]
 ) -> NoReturn:
     """Exits with the usage of a command that received unknown options."""
-    cure = ""
+    fix = ""
     if parser.prog.endswith(" launch"):
-        cure = ". The number of processes is --processes N"
-    parser.error(f"unrecognized arguments: {' '.join(unknown)}{cure}")
+        fix = ". The number of processes is --processes N"
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{fix}")
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

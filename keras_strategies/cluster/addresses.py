@@ -16,7 +16,7 @@ _MAX_SHOWN = 60
 _MOST_NAMES = 8
 _MAX_HOST = 253
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?", re.ASCII)
-_CURE = "Write it as `host:port`, with an IPv6 address as `[::1]:2222`."
+_FIX = "Write it as `host:port`, with an IPv6 address as `[::1]:2222`."
 
 
 def shorten(value: object) -> str:
@@ -53,11 +53,11 @@ def check_address(address: str, what: str) -> None:
     Raises:
       ValueError: if the address does not have this form.
     """
-    fault = _find_fault(address)
-    if fault:
+    problem = _find_problem(address)
+    if problem:
         raise ValueError(
-            f"The address of {what} must be `host:port`, but {fault}. "
-            f"Received: {shorten(address)}. {_CURE}"
+            f"The address of {what} must be `host:port`, but {problem}. "
+            f"Received: {shorten(address)}. {_FIX}"
         )
 
 
@@ -175,7 +175,7 @@ def read_port(environ: Mapping[str, str], name: str, setter: str) -> int:
     return read_number(environ, name, setter, least=1, most=MAX_PORT)
 
 
-def _find_fault(address: str) -> str:
+def _find_problem(address: str) -> str:
     """Describes what is wrong with an address; returns "" if it is valid."""
     if "://" in address:
         return "it has a scheme such as grpc://"
@@ -184,10 +184,10 @@ def _find_fault(address: str) -> str:
         return "the port is missing"
     if not 1 <= _parse_digits(port) <= MAX_PORT:
         return f"the port is not a number from 1 to {MAX_PORT}"
-    return _find_host_fault(host)
+    return _find_host_problem(host)
 
 
-def _find_host_fault(host: str) -> str:
+def _find_host_problem(host: str) -> str:
     if not host:
         return "the host is missing"
     if host.startswith("[") and host.endswith("]"):

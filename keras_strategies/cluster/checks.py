@@ -19,7 +19,7 @@ Kind = type | UnionType | tuple[type, ...]
 def check_number(
     name: str,
     value: object,
-    cure: str,
+    fix: str,
     *,
     least: float | None = None,
     above: float | None = None,
@@ -32,7 +32,7 @@ def check_number(
     Args:
       name: The value's name, with which the error message begins.
       value: The value. NumPy's numbers are allowed; booleans are not.
-      cure: The last sentence of the error message: what the user should do.
+      fix: The last sentence of the error message: what the user should do.
       least: The inclusive lower bound.
       above: The exclusive lower bound.
       most: The inclusive upper bound.
@@ -52,7 +52,7 @@ def check_number(
         kind = "an integer" if is_whole else "a number"
         raise TypeError(
             f"{name} must be {kind}. Received: {shorten(value)} of type "
-            f"{type(value).__name__}. {cure}"
+            f"{type(value).__name__}. {fix}"
         )
     number: Any = value
     for is_met, rule in (
@@ -63,12 +63,12 @@ def check_number(
     ):
         if not is_met:
             raise ValueError(
-                f"{name} must be {rule}. Received: {shorten(value)}. {cure}"
+                f"{name} must be {rule}. Received: {shorten(value)}. {fix}"
             )
 
 
 def check_type(
-    name: str, value: object, kind: Kind, what: str, cure: str
+    name: str, value: object, kind: Kind, what: str, fix: str
 ) -> None:
     """Raises TypeError unless a value has a given type.
 
@@ -77,12 +77,12 @@ def check_type(
       value: The value.
       kind: The type or types, as for `isinstance`.
       what: The type in words, such as "a str".
-      cure: The last sentence of the error message: what the user should do.
+      fix: The last sentence of the error message: what the user should do.
     """
     if not isinstance(value, kind):
         raise TypeError(
             f"{name} must be {what}. Received: {shorten(value)} of type "
-            f"{type(value).__name__}. {cure}"
+            f"{type(value).__name__}. {fix}"
         )
 
 
@@ -91,8 +91,8 @@ def check_port(port: int, name: str) -> int:
 
     The errors are those of `check_number`.
     """
-    cure = "Pass a port that is free on the hosts, such as 8888."
-    check_number(name, port, cure, least=1, most=MAX_PORT, is_optional=False)
+    fix = "Pass a port that is free on the hosts, such as 8888."
+    check_number(name, port, fix, least=1, most=MAX_PORT, is_optional=False)
     return port
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from keras_strategies.cluster.addresses import parse_index, shorten
 from keras_strategies.cluster.checks import check_type
 
-_CURE = 'Pass, for example, {"worker": ["host0:2222", "host1:2222"]}.'
+_FIX = 'Pass, for example, {"worker": ["host0:2222", "host1:2222"]}.'
 
 
 class ClusterSpec:
@@ -41,10 +41,10 @@ class ClusterSpec:
         if not isinstance(cluster, Mapping):
             raise TypeError(
                 "`cluster` must map job names to addresses. Received: an "
-                f"object of type {type(cluster).__name__}. {_CURE}"
+                f"object of type {type(cluster).__name__}. {_FIX}"
             )
         for job in cluster:
-            check_type("The name of a job", job, str, "a str", _CURE)
+            check_type("The name of a job", job, str, "a str", _FIX)
         self._tasks: dict[str, dict[int, str]] = {
             job: _read_tasks(job, tasks) for job, tasks in cluster.items()
         }
@@ -199,15 +199,15 @@ def _read_tasks(job: str, tasks: object) -> dict[int, str]:
         raise TypeError(
             f"The tasks of job {shorten(job)} must be a list of addresses or a "
             "dict from indices to addresses. Received: an object of type "
-            f"{type(tasks).__name__}. {_CURE}"
+            f"{type(tasks).__name__}. {_FIX}"
         )
     for index, address in pairs:
         name = f"The address of task {index} of job {shorten(job)}"
-        check_type(name, address, str, "a str", _CURE)
+        check_type(name, address, str, "a str", _FIX)
     if len(dict(pairs)) != len(pairs):
         raise ValueError(
             f"Each task of job {shorten(job)} must have one address. An index "
-            f"is given twice, as a number and as text. {_CURE}"
+            f"is given twice, as a number and as text. {_FIX}"
         )
     return dict(pairs)
 

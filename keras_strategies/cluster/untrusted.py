@@ -53,20 +53,20 @@ def load_json(
     except json.JSONDecodeError as error:
         # The ValueError below is raised outside this block, so that it does
         # not carry this error, whose attribute `doc` is the entire text.
-        fault = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        problem = f"{error.msg} at line {error.lineno}, column {error.colno}"
     except UnicodeDecodeError:
-        fault = "it is not UTF-8"
+        problem = "it is not UTF-8"
     except RecursionError:
-        fault = _TOO_DEEP
-    except _FaultError as error:
-        fault = str(error)
+        problem = _TOO_DEEP
+    except _ProblemError as error:
+        problem = str(error)
     except ValueError:
-        fault = "it has a number that is too long"
+        problem = "it has a number that is too long"
     else:
         if not _is_deeper(value, MAX_DEPTH):
             return value
-        fault = _TOO_DEEP
-    raise ValueError(fault)
+        problem = _TOO_DEEP
+    raise ValueError(problem)
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
@@ -104,7 +104,7 @@ def escape_controls(text: str, *, keeps: str = "") -> str:
 _TOO_DEEP = "it is nested too deeply"
 
 
-class _FaultError(ValueError):
+class _ProblemError(ValueError):
     """An error whose message describes what is wrong with the text."""
 
 
@@ -113,18 +113,18 @@ def _make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(entries) < len(pairs):
         counts = collections.Counter(name for name, _ in pairs)
         name = counts.most_common(1)[0][0]
-        raise _FaultError(f"it contains the key {shorten(name)} twice")
+        raise _ProblemError(f"it contains the key {shorten(name)} twice")
     return entries
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise _FaultError(f"{name} is not a number in JSON")
+    raise _ProblemError(f"{name} is not a number in JSON")
 
 
 def _parse_finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise _FaultError("it has a number that is too large")
+        raise _ProblemError("it has a number that is too large")
     return value
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from keras_strategies._types import Array, Shape, Tree
 from keras_strategies.cluster.array_kinds import is_shape, parse_dtype
-from keras_strategies.cluster.exchange.message_forms import Form, fault_of
+from keras_strategies.cluster.exchange.message_forms import Form, problem_of
 from keras_strategies.cluster.untrusted import load_json
 
 _MAX_CHARACTERS = 1 << 20
@@ -158,11 +158,11 @@ def _decode(value: object, has_classes: bool) -> Tree:
         return None
     keys = tuple(sorted(value)) if isinstance(value, dict) else ()
     form = _FORMS.get(keys)
-    fault = "a part of it describes neither a nest nor an array"
+    problem = "a part of it describes neither a nest nor an array"
     if form is not None and (has_classes or keys != _NAMED):
-        fault = fault_of(value, form, "a part of it")
-    if fault is not None or not isinstance(value, dict):
-        raise _make_error(str(fault))
+        problem = problem_of(value, form, "a part of it")
+    if problem is not None or not isinstance(value, dict):
+        raise _make_error(str(problem))
     if "dtype" in value:
         try:
             return np.zeros((0, *value["shape"]), parse_dtype(value["dtype"]))
@@ -185,10 +185,10 @@ def _decode(value: object, has_classes: bool) -> Tree:
     return tuple.__new__(named, items)
 
 
-def _make_error(fault: str) -> ValueError:
+def _make_error(problem: str) -> ValueError:
     return ValueError(
         "The description of a batch's structure, from another process or a "
-        f"file, must be valid. This one is not: {fault}. "
+        f"file, must be valid. This one is not: {problem}. "
         "Check that no other program uses the job's port, and that no file of "
         "the job was changed."
     )

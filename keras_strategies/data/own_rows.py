@@ -57,12 +57,12 @@ class ProcessRows:
         return Part(data=data, rows=rows, checksum=checksum)
 
 
-def stack_rows(rows: Sequence[Tree], cure: str, where: str = "") -> Tree:
+def stack_rows(rows: Sequence[Tree], fix: str, where: str = "") -> Tree:
     """Stacks rows into a batch.
 
     Args:
       rows: The rows, as nests of arrays with equal structure and shapes.
-      cure: Advice to the user, which ends the error message if the rows differ.
+      fix: Advice to the user, which ends the error message if the rows differ.
       where: A text that is inserted into the error message, to show where the
         rows come from, such as ", from a file".
 
@@ -76,7 +76,7 @@ def stack_rows(rows: Sequence[Tree], cure: str, where: str = "") -> Tree:
             "All rows of a batch must have the same structure and shapes. "
             "Received: rows with the shapes "
             f"{[jax.tree.map(np.shape, row) for row in rows[:8]]}"
-            f"{where}. {cure}"
+            f"{where}. {fix}"
         ) from error
 
 

@@ -45,8 +45,8 @@ _CALLBACKS = {
 def check_kind(name: str, value: object, kind: type) -> None:
     """Raises TypeError unless an argument is an instance of a class."""
     public = f"ks.estimator.{kind.__name__}"
-    cure = f"Create one: `{public}(...)`."
-    check_type(f"`{name}`", value, kind, f"a `{public}`", cure)
+    fix = f"Create one: `{public}(...)`."
+    check_type(f"`{name}`", value, kind, f"a `{public}`", fix)
 
 
 def check_input_fn(input_fn: object) -> None:
@@ -66,15 +66,15 @@ def check_positive(name: str, value: object) -> None:
       TypeError: if `value` is neither an integer nor None.
       ValueError: if `value` is 0 or less.
     """
-    cure = "Pass 1 or more, or None for no limit."
-    check_number(f"`{name}`", value, cure, above=0)
+    fix = "Pass 1 or more, or None for no limit."
+    check_number(f"`{name}`", value, fix, above=0)
 
 
 def check_seconds(name: str, value: object) -> None:
     """Raises an error unless a value is a non-negative number of seconds."""
-    cure = "Pass a number of seconds, 0 or more."
+    fix = "Pass a number of seconds, 0 or more."
     check_number(
-        f"`{name}`", value, cure, least=0, is_whole=False, is_optional=False
+        f"`{name}`", value, fix, least=0, is_whole=False, is_optional=False
     )
 
 
@@ -87,8 +87,8 @@ def check_name(name: str | None) -> None:
     """
     if name is None:
         return
-    cure = "Pass a name, such as 'test', or None."
-    check_type("`name`", name, str, "a str", cure)
+    fix = "Pass a name, such as 'test', or None."
+    check_type("`name`", name, str, "a str", fix)
     if "/" in name or "\\" in name or "\0" in name:
         raise ValueError(
             "`name` must be a valid part of a folder's name. Received: "
@@ -137,12 +137,12 @@ def check_listeners(listeners: object) -> tuple[Any, ...]:
             if not callable(getattr(listener, name, None))
         ]
         if missing or isinstance(listener, type):
-            fault = f"without {', '.join(missing)}" if missing else "a class"
+            problem = f"without {', '.join(missing)}" if missing else "a class"
             raise TypeError(
                 "All saving_listeners must be objects with the methods "
                 f"{', '.join(_OF_LISTENERS)}. Received: {shorten(listener)} of "
-                f"type {type(listener).__name__}, {fault}. Pass an instance of "
-                "a subclass of `ks.estimator.CheckpointSaverListener`."
+                f"type {type(listener).__name__}, {problem}. Pass an instance "
+                "of a subclass of `ks.estimator.CheckpointSaverListener`."
             )
     return checked
 
@@ -187,9 +187,9 @@ def _explain_refusal(hook: object, name: str) -> str:
     names = [parent.__name__ for parent in kind.__mro__]
     known = next((n for n in names if n in _CALLBACKS), None)
     if known is not None:
-        cure = f"Instead of `{known}`, use {_CALLBACKS[known]}."
+        fix = f"Instead of `{known}`, use {_CALLBACKS[known]}."
     elif any(callable(getattr(hook, n, None)) for n in _OF_SESSIONS):
-        cure = (
+        fix = (
             "Hooks into sessions are not supported. Derive the hook from "
             "`keras.callbacks.Callback`, and rename its methods: `begin` to "
             "`on_train_begin`, `before_run` to `on_train_batch_begin`, "
@@ -198,8 +198,8 @@ def _explain_refusal(hook: object, name: str) -> str:
             "`self.model.stop_training = True`."
         )
     else:
-        cure = "Derive the hook from `keras.callbacks.Callback`."
+        fix = "Derive the hook from `keras.callbacks.Callback`."
     return (
         f"All `{name}` must be `keras.callbacks.Callback` instances. "
-        f"Received: {shorten(hook)} of type {kind.__name__}. {cure}"
+        f"Received: {shorten(hook)} of type {kind.__name__}. {fix}"
     )

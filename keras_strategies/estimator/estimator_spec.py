@@ -169,8 +169,8 @@ def check_mode(name: str, mode: object) -> None:
 def _check_model(model: object) -> None:
     import keras
 
-    cure = "Put the layers into a `keras.Model`, and pass it as `model=`."
-    check_type("`model`", model, keras.Model, "a Keras model", cure)
+    fix = "Put the layers into a `keras.Model`, and pass it as `model=`."
+    check_type("`model`", model, keras.Model, "a Keras model", fix)
 
 
 def _check_compiled(spec: EstimatorSpec) -> None:
@@ -214,20 +214,20 @@ def _check_train_op(train_op: object) -> None:
 
     kinds = keras.optimizers.Optimizer | str | None
     what = "a Keras optimizer, or the name of one"
-    cure = (
+    fix = (
         "Graph operations are not supported. Pass an optimizer such as "
         "`keras.optimizers.Adam(...)` instead of the result of `minimize`."
     )
-    check_type("train_op", train_op, kinds, what, cure)
+    check_type("train_op", train_op, kinds, what, fix)
 
 
 def _check_part(
-    part: object, kinds: Any, name: str, what: str, cure: str
+    part: object, kinds: Any, name: str, what: str, fix: str
 ) -> None:
     """Raises TypeError unless a part is a function or of some kinds."""
     if not callable(part) or is_tensor(part):
-        cure = f"Graph tensors are not supported. {cure}"
-        check_type(name, part, kinds, what, cure)
+        fix = f"Graph tensors are not supported. {fix}"
+        check_type(name, part, kinds, what, fix)
 
 
 def _check_loss(loss: Tree) -> None:
@@ -235,13 +235,13 @@ def _check_loss(loss: Tree) -> None:
 
     kinds = str | keras.losses.Loss | None
     what = "a Keras loss, the name of one, or a function of (y_true, y_pred)"
-    cure = (
+    fix = (
         "Pass a loss such as `keras.losses.MeanSquaredError()` instead of a "
         "computed value. To add a loss that depends on other tensors, call "
         "`add_loss` of a layer or of the model."
     )
     for part in keras.tree.flatten(loss):
-        _check_part(part, kinds, "loss", what, cure)
+        _check_part(part, kinds, "loss", what, fix)
 
 
 def _check_predictions(predictions: Tree) -> None:
@@ -251,7 +251,7 @@ def _check_predictions(predictions: Tree) -> None:
         "names of the model's outputs, symbolic tensors of the model, or "
         "functions of its outputs"
     )
-    cure = (
+    fix = (
         "Pass a function such as `lambda outputs: outputs.argmax(-1)` instead "
         "of a computed value."
     )
@@ -262,17 +262,17 @@ def _check_predictions(predictions: Tree) -> None:
     elif isinstance(predictions, list | tuple):
         parts = [*predictions]
     for part in parts:
-        _check_part(part, kinds, "predictions", what, cure)
+        _check_part(part, kinds, "predictions", what, fix)
 
 
 def _check_metrics(metrics: Mapping[str, Any] | None) -> None:
     import keras
 
-    cure = (
+    fix = (
         "Pass a dict from names to metrics, such as {'accuracy': "
         "keras.metrics.SparseCategoricalAccuracy()}."
     )
-    check_type("eval_metric_ops", metrics, Mapping | None, "a dict", cure)
+    check_type("eval_metric_ops", metrics, Mapping | None, "a dict", fix)
     for name, metric in (metrics or {}).items():
         if not isinstance(name, str) or not name:
             raise TypeError(
@@ -286,13 +286,13 @@ def _check_metrics(metrics: Mapping[str, Any] | None) -> None:
                 "evaluation already returns a result with this name. Received: "
                 f"{shorten(metric)}. Use another name."
             )
-        cure = (
+        fix = (
             "Pass a metric such as `keras.metrics.SparseCategoricalAccuracy()` "
             f"instead of a pair (value, update_op), for key: {name}."
         )
         what = "Keras metrics, names of them, or functions of (y_true, y_pred)"
         name = "Values of eval_metric_ops"
-        _check_part(metric, keras.metrics.Metric | str, name, what, cure)
+        _check_part(metric, keras.metrics.Metric | str, name, what, fix)
 
 
 def is_tensor(value: object) -> bool:

@@ -307,17 +307,17 @@ class BestExporter(_ModelExporter):
 
 def check_serving(serving_input_receiver_fn: object, as_text: object) -> None:
     """Raises ValueError if export arguments that need a graph are given."""
-    cure = (
+    fix = (
         "The exported model has the same inputs as the model that `model_fn` "
         "returns. To preprocess inputs, add layers to the model."
     )
     name = "serving_input_receiver_fn"
-    check_unsupported(name, serving_input_receiver_fn, cure)
-    cure = (
+    check_unsupported(name, serving_input_receiver_fn, fix)
+    fix = (
         "The exported `.keras` file is a zip archive that contains the model's "
         "configuration as JSON."
     )
-    check_unsupported("as_text", as_text, cure, default=False)
+    check_unsupported("as_text", as_text, fix, default=False)
 
 
 def _check_compare_fn(compare_fn: object) -> None:

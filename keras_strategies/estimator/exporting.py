@@ -210,8 +210,8 @@ def _check_files(files: Mapping[str, str] | None) -> dict[str, str]:
     if files is None:
         return {}
     what = "a dict from paths in the export to paths of files"
-    cure = "Pass a dict such as {'labels.txt': '/data/labels.txt'}."
-    check_type("`assets_extra`", files, Mapping, what, cure)
+    fix = "Pass a dict such as {'labels.txt': '/data/labels.txt'}."
+    check_type("`assets_extra`", files, Mapping, what, fix)
     for name, source in files.items():
         parts = pathlib.PurePath(name).parts
         if not parts or ".." in parts or pathlib.PurePath(name).is_absolute():

@@ -29,7 +29,7 @@ DEFAULT_BATCH_SIZE = 32
 # The largest number of batches that building a model may read. It reads at most
 # one batch for each replica.
 _MAX_SEEN = 512
-_CURE = (
+_FIX = (
     "Return a dataset (tf.data, a PyDataset, grain, a generator of batches) "
     "or (features, labels) as arrays."
 )
@@ -168,7 +168,7 @@ class _Replayable:
 def _make_input(data: Dataset, mode: str) -> Input:
     if data is None:
         raise TypeError(
-            f"An `input_fn` must return data. Received: None. {_CURE}"
+            f"An `input_fn` must return data. Received: None. {_FIX}"
         )
     if isinstance(data, list) and data and isinstance(data[0], tuple):
         data = iter(data)  # A list of batches.
@@ -183,7 +183,7 @@ def _make_input(data: Dataset, mode: str) -> Input:
     if not is_data:
         raise TypeError(
             f"An `input_fn` must return data. Received: {shorten(data)} of "
-            f"type {type(data).__name__}. {_CURE}"
+            f"type {type(data).__name__}. {_FIX}"
         )
     return Input(
         x=data,
@@ -206,7 +206,7 @@ def _from_arrays(data: Tree, mode: str) -> Input:
     if x is None:
         raise TypeError(
             "An `input_fn` must return data. Received: None for the features. "
-            f"{_CURE}"
+            f"{_FIX}"
         )
     if mode == ModeKeys.PREDICT:
         y = weight = None

@@ -169,8 +169,8 @@ def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
     checked = (exporters,) if is_one else tuple(exporters)
     for exporter in checked:
         what = "an Exporter, an iterable of Exporters, or None"
-        cure = "Use, for example, `ks.estimator.BestExporter()`."
-        check_type("`exporters`", exporter, Exporter, what, cure)
+        fix = "Use, for example, `ks.estimator.BestExporter()`."
+        check_type("`exporters`", exporter, Exporter, what, fix)
     names = [exporter.name for exporter in checked]
     for name in names:
         if not name:

@@ -59,24 +59,24 @@ class WarmStartSettings:
 
     def __post_init__(self) -> None:
         path = self.ckpt_to_initialize_from
-        cure = "Pass a checkpoint's folder."
+        fix = "Pass a checkpoint's folder."
         kind = (str, os.PathLike)
-        check_type("`ckpt_to_initialize_from`", path, kind, "a path", cure)
+        check_type("`ckpt_to_initialize_from`", path, kind, "a path", fix)
         if not os.fspath(path):
             raise ValueError(
                 "`ckpt_to_initialize_from` MUST be set in WarmStartSettings. "
-                f"Received: {path!r}. {cure}"
+                f"Received: {path!r}. {fix}"
             )
-        cure = (
+        fix = (
             "If the vocabularies differ, reorder the rows of the embedding "
             "before training."
         )
         unsupported = self.var_name_to_vocab_info or None
-        check_unsupported("var_name_to_vocab_info", unsupported, cure)
+        check_unsupported("var_name_to_vocab_info", unsupported, fix)
         for pattern in _list_patterns(self.vars_to_warm_start):
             name, what = "`vars_to_warm_start`", "regular expressions"
-            cure = "Pass a string or a list of strings."
-            check_type(name, pattern, str, what, cure)
+            fix = "Pass a string or a list of strings."
+            check_type(name, pattern, str, what, fix)
             try:
                 re.compile(pattern)
             except re.error as error:
@@ -88,8 +88,8 @@ class WarmStartSettings:
         names = self.var_name_to_prev_var_name
         name = "`var_name_to_prev_var_name`"
         what = "a dict from names in the model to names in the checkpoint"
-        cure = "Pass a dict such as {'dense/kernel': 'old/kernel'}."
-        check_type(name, names, Mapping | None, what, cure)
+        fix = "Pass a dict such as {'dense/kernel': 'old/kernel'}."
+        check_type(name, names, Mapping | None, what, fix)
 
 
 def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
@@ -134,8 +134,8 @@ def make_settings(source: Any) -> WarmStartSettings | None:
     if source is None or isinstance(source, WarmStartSettings):
         return source
     kind, what = (str, os.PathLike), "a path or `WarmStartSettings`"
-    cure = "Pass a checkpoint's folder."
-    check_type("`warm_start_from`", source, kind, what, cure)
+    fix = "Pass a checkpoint's folder."
+    check_type("`warm_start_from`", source, kind, what, fix)
     return WarmStartSettings(source)
 
 

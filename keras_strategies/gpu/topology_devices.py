@@ -138,7 +138,7 @@ def _explain(name: str) -> Exception:
     from importlib import metadata
 
     wanted = metadata.version("jaxlib")
-    cure = (
+    fix = (
         f"Run `pip install jax-cuda12-plugin=={wanted}`, which needs neither a "
         "GPU nor CUDA."
     )
@@ -151,12 +151,12 @@ def _explain(name: str) -> Exception:
     if not versions:
         return ImportError(
             "Compiling for GPUs needs JAX's CUDA plugin, which is not "
-            f"installed. Received: name={name!r}. {cure}"
+            f"installed. Received: name={name!r}. {fix}"
         )
     if wanted not in versions.values():
         return ImportError(
             "JAX's CUDA plugin must have the version of jaxlib. Received: "
-            f"name={name!r} with {versions} and jaxlib {wanted}. {cure}"
+            f"name={name!r} with {versions} and jaxlib {wanted}. {fix}"
         )
     return RuntimeError(
         "JAX must load its CUDA plugin to compile for GPUs, but found no CUDA "

@@ -41,7 +41,7 @@ def join(
     Before JAX starts, all processes check each other's settings (see
     `rendezvous.meet`). A mistake therefore raises an error in every process,
     whereas JAX itself would abort the processes without naming the one at
-    fault. Processes on one host take different GPUs (see `local_gpus`).
+    problem. Processes on one host take different GPUs (see `local_gpus`).
 
     Args:
       task: This process's role. If it is an evaluator or the only process, the

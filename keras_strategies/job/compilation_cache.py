@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 _FOLDER = "JAX_COMPILATION_CACHE_DIR"
 _ENABLED = "JAX_ENABLE_COMPILATION_CACHE"
-CURE = (
+FIX = (
     "Let only yourself write to it and to the folders above it (chmod go-w), "
     f"set {_FOLDER} to another folder, or set {_ENABLED}=false."
 )
@@ -68,7 +68,7 @@ def make_settings(
     return {_FOLDER: str(folder), **rest}
 
 
-def find_fault(environ: Mapping[str, str]) -> str:
+def find_problem(environ: Mapping[str, str]) -> str:
     """Returns why programs cannot be cached, or "". Creates no folder."""
     if _is_disabled(environ):
         return ""
@@ -107,13 +107,13 @@ def _is_disabled(environ: Mapping[str, str]) -> bool:
     return environ.get(_ENABLED, "1").lower() in ("0", "false")
 
 
-@functools.cache  # Each fault is said once.
-def _warn(fault: str) -> None:
+@functools.cache  # Each problem is said once.
+def _warn(problem: str) -> None:
     _logger.warning(
         "Compiled programs are not cached, so a restarted job compiles them "
         "again: %s. %s",
-        fault,
-        CURE,
+        problem,
+        FIX,
     )
 
 

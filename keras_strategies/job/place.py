@@ -36,12 +36,12 @@ class UnjoinedJob:
     Attributes:
       variable: The environment variable with the number of processes.
       count: The number of processes.
-      cure: The argument of the strategy that makes this process join the job.
+      fix: The argument of the strategy that makes this process join the job.
     """
 
     variable: str
     count: int
-    cure: str
+    fix: str
 
 
 def join(
@@ -121,8 +121,8 @@ def find_unjoined_job(environ: Mapping[str, str]) -> UnjoinedJob | None:
             continue
         if launcher.has_started(environ):
             use = f"`cluster_resolver=ks.cluster_resolver.{launcher.use}`"
-            cure = launcher.argument or use
-            return UnjoinedJob(variable=variable, count=int(text), cure=cure)
+            fix = launcher.argument or use
+            return UnjoinedJob(variable=variable, count=int(text), fix=fix)
     return None
 
 
@@ -189,7 +189,7 @@ def _warn_if_alone() -> None:
         "`MultiWorkerMirroredStrategy` needs a description of the cluster. It "
         f"has none in one of {job.count} processes "
         f"({job.variable}={job.count}). Each process now trains a separate "
-        f"model. To train one model together, pass {job.cure}.",
+        f"model. To train one model together, pass {job.fix}.",
         UserWarning,
         stacklevel=4,
     )

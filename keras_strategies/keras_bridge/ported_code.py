@@ -48,10 +48,10 @@ def _explain(error: Exception, caller: str) -> Exception | None:
         line, is_tape = _find_tensorflow_call(error)
         if line:
             name = "`tf.GradientTape`" if is_tape else "TensorFlow's operations"
-            cure = "`ks.GradientTape`" if is_tape else "`keras.ops`"
+            fix = "`ks.GradientTape`" if is_tape else "`keras.ops`"
             return TypeError(
                 f"{name} must not be used in code that `{caller}` runs, "
-                f"because JAX traces this code. Received: {line}. Use {cure} "
+                f"because JAX traces this code. Received: {line}. Use {fix} "
                 f"instead; {_SEE}."
             )
     if is_value and caller == "run":

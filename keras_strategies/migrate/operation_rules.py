@@ -58,9 +58,9 @@ def port_operation(port: Port, call: cst.Call, full: str) -> bool:
         return True
     if operation is None:
         return False
-    fault = find_fault(call, operation, name)
-    if fault is not None:
-        port.mark(call, f"`tf.{name}`: {fault}")
+    problem = find_problem(call, operation, name)
+    if problem is not None:
+        port.mark(call, f"`tf.{name}`: {problem}")
         port.claimed.add(call.func)
         return True
     replace_call(port, call, operation.function)
@@ -152,7 +152,7 @@ _SPECIAL = {
 }
 
 
-def find_fault(call: cst.Call, operation: Operation, name: str) -> str | None:
+def find_problem(call: cst.Call, operation: Operation, name: str) -> str | None:
     """Returns why a call's arguments cannot be ported, or None."""
     for index, arg in enumerate(call.args):
         if arg.star:

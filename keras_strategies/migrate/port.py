@@ -39,14 +39,14 @@ class Ported:
     num_changed: int
 
 
-class SyntaxFault(ValueError):
+class SyntaxProblem(ValueError):
     """A file that is not Python 3."""
 
 
 def port_sources(
     sources: dict[str, tuple[str, str]],
     advance: Callable[[], None] = lambda: None,
-) -> dict[str, Ported | SyntaxFault]:
+) -> dict[str, Ported | SyntaxProblem]:
     """Ports the files of a project together.
 
     Functions are followed from file to file, so that a loss that another file
@@ -59,15 +59,15 @@ def port_sources(
     Returns:
       For each file what was ported, or why it could not be read.
     """
-    results: dict[str, Ported | SyntaxFault] = {}
+    results: dict[str, Ported | SyntaxProblem] = {}
     files = {}
     for key, (module, source) in sources.items():
         if not _may_concern(source):
             continue
         try:
             files[key] = _read(module, source)
-        except SyntaxFault as fault:
-            results[key] = fault
+        except SyntaxProblem as problem:
+            results[key] = problem
     follow(list(files.values()))
     for key, (_, source) in sources.items():
         if key in files and _concerns(files[key].names):
@@ -86,7 +86,7 @@ def _read(module: str, source: str) -> File:
     try:
         return File(module=module, names=read_names(cst.parse_module(source)))
     except cst.ParserSyntaxError as error:
-        raise SyntaxFault(
+        raise SyntaxProblem(
             f"line {error.raw_line}: it must be Python 3. Received: a syntax "
             "error. Convert Python 2 first (print, except, dict methods)."
         ) from None

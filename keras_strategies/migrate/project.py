@@ -8,7 +8,7 @@ import tokenize
 from collections.abc import Callable, Iterator, Sequence
 
 from keras_strategies.migrate.notebooks import Notebook, read_notebook
-from keras_strategies.migrate.port import Ported, SyntaxFault, port_sources
+from keras_strategies.migrate.port import Ported, SyntaxProblem, port_sources
 
 _SUFFIXES = (".py", ".ipynb")
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
@@ -159,8 +159,8 @@ def _module_of(path: str) -> str:
     return ".".join(names[:-1] if names[-1:] == ["__init__"] else names)
 
 
-def _report(source: _Source, result: Ported | SyntaxFault) -> FileReport:
-    if isinstance(result, SyntaxFault):
+def _report(source: _Source, result: Ported | SyntaxProblem) -> FileReport:
+    if isinstance(result, SyntaxProblem):
         return FileReport(path=source.path, error=str(result))
     after, rows = result.code, []
     for left in result.left:

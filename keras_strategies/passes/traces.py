@@ -262,13 +262,13 @@ def is_package_file(file_name: str) -> bool:
     return file_name.startswith(_folders("keras_strategies"))
 
 
-def is_fault_of_package(error: Exception) -> bool:
-    """Returns whether an error in a trace is a fault of this package.
+def is_problem_of_package(error: Exception) -> bool:
+    """Returns whether an error in a trace is a problem of this package.
 
     Such an error comes from an operation, or from a built-in function, in a
     line of this package that is not a `raise` statement.
     """
-    if not isinstance(error, _FAULTS):
+    if not isinstance(error, _PROBLEMS):
         return False
     entry: Any = error.__traceback__
     # Keras's handler of errors removes the frames of Keras below its own.
@@ -282,7 +282,7 @@ def is_fault_of_package(error: Exception) -> bool:
     return is_package_file(code.co_filename) and not is_explicit
 
 
-_FAULTS = (
+_PROBLEMS = (
     ArithmeticError,
     AssertionError,
     AttributeError,

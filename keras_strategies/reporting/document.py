@@ -86,14 +86,14 @@ def load_report(directory: str | os.PathLike[str]) -> Document:
         describe_report(document)
         add_start(document, 0.0, 0, None)
     except (ArithmeticError, AttributeError, KeyError, ValueError) as error:
-        fault = str(error)
+        problem = str(error)
     except (IndexError, TypeError):
-        fault = "it has another structure"
+        problem = "it has another structure"
     else:
         return document
     raise ReportError(
         f"{str(path)!r} must be a report that `ks.callbacks.RunReport` wrote. "
-        f"Received: another file ({fault}). Pass another directory, or move "
+        f"Received: another file ({problem}). Pass another directory, or move "
         "the file away to start a new report."
     )
 

@@ -165,12 +165,12 @@ def _describe_finding(finding: Finding) -> str | None:
     if finding.unshown is None:
         return None
     mark, equation = finding.unshown
-    value, cure = _UNSHOWN[mark]
+    value, fix = _UNSHOWN[mark]
     rule, merged = _SUM if mark in (marks.COUNT, marks.SHARE) else _MEAN
     return (
         f"{value} is not shown to be {rule}{_describe_place(equation)}, so "
         f"{merged} of the replicas' values may be another number. To run the "
-        f"step replica by replica, {cure}"
+        f"step replica by replica, {fix}"
     )
 
 

@@ -123,7 +123,7 @@ class StepTracer:
             self._forget()
             # A warning that a filter turns into an error tells its own reason.
             is_warning = isinstance(error, Warning)
-            if is_warning or traces.is_fault_of_package(error):
+            if is_warning or traces.is_problem_of_package(error):
                 raise
             rows = jax.tree.leaves(batch)[0].shape[0]
             rows //= self._mesh.num_replicas

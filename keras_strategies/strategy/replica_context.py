@@ -312,13 +312,13 @@ def normalize_dim(axis: int, array: Array, name: str) -> int:
       ValueError: if the array does not have that dimension.
     """
     if not -array.ndim <= axis < array.ndim:
-        what, cure = "a scalar", "Add a dimension: x[None]."
+        what, fix = "a scalar", "Add a dimension: x[None]."
         if array.ndim:
             what = f"shape {tuple(array.shape)}"
-            cure = f"Choose one in [{-array.ndim}, {array.ndim})."
+            fix = f"Choose one in [{-array.ndim}, {array.ndim})."
         raise ValueError(
             f"The axis of `{name}` must be a dimension of the value. Received: "
-            f"axis={axis} for {what}. {cure}"
+            f"axis={axis} for {what}. {fix}"
         )
     return axis % array.ndim
 

@@ -346,8 +346,8 @@ def _check_name(tpu: str | None, environ: Mapping[str, str]) -> str:
                 "place of a TPU, pass '' or 'local'."
             )
         return this_tpu
-    cure = "Omit it for the TPU of this host."
-    check_type("`tpu`", tpu, str, "a str or None", cure)
+    fix = "Omit it for the TPU of this host."
+    check_type("`tpu`", tpu, str, "a str or None", fix)
     if tpu in ("", LOCAL) or tpu == this_tpu:
         return tpu
     known = f"{this_tpu!r}" if this_tpu else "not set"

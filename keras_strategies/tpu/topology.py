@@ -366,12 +366,12 @@ def _compute_places(devices: Sequence[jax.Device]) -> list[Cell]:
 
 
 def _parse(serialized: bytes | str) -> tuple[Any, Any]:
-    cure = (
+    fix = (
         "Pass the result of `Topology.serialized()`. Serialized topologies of "
         "TensorFlow are not supported."
     )
     kinds = bytes | str
-    check_type("`serialized`", serialized, kinds, "bytes or a str", cure)
+    check_type("`serialized`", serialized, kinds, "bytes or a str", fix)
     try:
         content = load_form(
             serialized, _CONTENT, max_characters=_MOST_CHARACTERS
@@ -379,7 +379,7 @@ def _parse(serialized: bytes | str) -> tuple[Any, Any]:
     except ValueError as error:
         raise ValueError(
             "`serialized` must be the JSON of a topology, version 1. Received: "
-            f"{serialized[:80]!r}, with this fault: {error}. {cure}"
+            f"{serialized[:80]!r}, with this problem: {error}. {fix}"
         ) from None
     return content["mesh_shape"], content["device_coordinates"]
 

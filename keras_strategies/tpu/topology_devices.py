@@ -46,7 +46,7 @@ def make_tpu_devices(
         0 < math.prod(int(size) for size in sizes) * num_slices <= _MOST_CHIPS
     ):
         raise ValueError(
-            _describe_fault(name, num_slices, "wrong format, or too large")
+            _describe_problem(name, num_slices, "wrong format, or too large")
         )
     from jax.experimental import topologies
 
@@ -64,7 +64,7 @@ def make_tpu_devices(
                 "environment variable ALLOW_MULTIPLE_LIBTPU_LOAD=1 on a "
                 "machine without a TPU."
             ) from error
-        raise ValueError(_describe_fault(name, num_slices, reason)) from error
+        raise ValueError(_describe_problem(name, num_slices, reason)) from error
     except RuntimeError as error:
         raise ImportError(
             "Creating a topology from a name needs libtpu, which JAX did not "
@@ -74,7 +74,7 @@ def make_tpu_devices(
     return tuple(described.devices)
 
 
-def _describe_fault(name: object, num_slices: int, reason: str) -> str:
+def _describe_problem(name: object, num_slices: int, reason: str) -> str:
     slices = "" if num_slices == 1 else f", num_slices={num_slices}"
     return (
         "No such TPU slice exists to compile for. The name must be a TPU "

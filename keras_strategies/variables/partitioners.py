@@ -69,12 +69,10 @@ class FullySharded:
     reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        cure = "Leave it out to shard over all replicas of a process."
-        check_number("shards", self.shards, cure, least=1)
-        cure = "Pass 1 to shard every variable that can be sharded."
-        check_number(
-            "min_size", self.min_size, cure, least=1, is_optional=False
-        )
+        fix = "Leave it out to shard over all replicas of a process."
+        check_number("shards", self.shards, fix, least=1)
+        fix = "Pass 1 to shard every variable that can be sharded."
+        check_number("min_size", self.min_size, fix, least=1, is_optional=False)
         dtype = standardize_reduce_dtype(self.reduce_dtype)
         object.__setattr__(self, "reduce_dtype", dtype)
 

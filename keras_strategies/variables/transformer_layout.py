@@ -128,8 +128,8 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
       https://arxiv.org/abs/1909.08053 (Megatron-LM)
     """
     _check_model(model)
-    cure = "Pass the number of cores of a replica."
-    check_number("cores", cores, cure, least=1, is_optional=False)
+    fix = "Pass the number of cores of a replica."
+    check_number("cores", cores, fix, least=1, is_optional=False)
     by_pattern: dict[str, list[keras.Variable]] = {}
     for variable in model.variables:
         pattern = _make_pattern(variable.path)

@@ -19,7 +19,7 @@ from keras_strategies.cluster.exchange.exit_codes import Cause, ExitCode
 from keras_strategies.cluster.exchange.host_exchange import (
     CREATING,
     SAME_VARIABLES,
-    SAME_VARIABLES_CURE,
+    SAME_VARIABLES_FIX,
 )
 from keras_strategies.cluster.exchange.message_forms import load_form
 
@@ -267,7 +267,7 @@ class FailureDetector:
                     f"{rule} Received: {one.agreeing} in process {process}"
                     f"{place}, for which process {other} waits in {waits_in} "
                     f"(at {ahead.where}). "
-                    f"{SAME_VARIABLES_CURE.removesuffix('.')}"
+                    f"{SAME_VARIABLES_FIX.removesuffix('.')}"
                 )
                 return Cause(text=text, code=ExitCode.STALLED)
         return None

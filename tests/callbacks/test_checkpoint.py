@@ -525,7 +525,7 @@ def compiled(make, **options):
     return model
 
 
-def test_another_model_is_refused_and_the_faults_listed(whole, tmp_path):
+def test_another_model_is_refused_and_the_problems_listed(whole, tmp_path):
     model = compiled(
         lambda: chain(
             (4,),

@@ -24,7 +24,7 @@ def test_json_is_read(value):
 
 
 @pytest.mark.parametrize(
-    ("text", "fault"),
+    ("text", "problem"),
     [
         ("", "line 1, column 1"),
         ("[1", "delimiter"),
@@ -41,8 +41,8 @@ def test_json_is_read(value):
     ],
     ids=lambda value: str(value[:20]),
 )
-def test_what_is_no_json_is_refused(text, fault):
-    with pytest.raises(ValueError, match=fault) as caught:
+def test_what_is_no_json_is_refused(text, problem):
+    with pytest.raises(ValueError, match=problem) as caught:
         load_json(text, max_characters=100_000)
     assert len(str(caught.value)) < 200
     assert caught.value.__cause__ is None

@@ -1,4 +1,4 @@
-"""The scripts of docs/upstream.md show the faults that the page reports."""
+"""The scripts of docs/upstream.md show the problems that the page reports."""
 
 import os
 import pathlib

@@ -171,7 +171,7 @@ def test_wrong_argument_of_a_spec_is_refused(kind, arguments, error, text):
 
 
 @pytest.mark.parametrize(
-    ("name", "cure"),
+    ("name", "fix"),
     [
         ("CheckpointSaverHook", "save_checkpoints_steps"),
         ("CheckpointInputPipelineHook", "next batch"),
@@ -189,11 +189,11 @@ def test_wrong_argument_of_a_spec_is_refused(kind, arguments, error, text):
         ("MyHook", "on_train_batch_end"),
     ],
 )
-def test_a_session_run_hook_is_refused_naming_the_callback(name, cure):
+def test_a_session_run_hook_is_refused_naming_the_callback(name, fix):
     hook = hook_named(name)
     derived = type("Derived", (type(hook),), {})()
     for given in (hook, derived):
-        with pytest.raises(TypeError, match=cure):
+        with pytest.raises(TypeError, match=fix):
             TrainSpec(input_fn, hooks=[given])
 
 

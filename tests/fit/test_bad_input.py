@@ -1,6 +1,6 @@
 """Mistakes: one clear error each, before any step, and a usable model.
 
-A text says what failed and the rule, what was received, and the cure.
+A text says what failed and the rule, what was received, and the fix.
 """
 
 import gc

@@ -78,7 +78,7 @@ def test_gpus_are_hidden_before_tfrecords_are_read(tmp_path):
 
 
 @pytest.mark.slow
-def test_gpus_in_use_are_reported_with_the_cure():
+def test_gpus_in_use_are_reported_with_the_fix():
     assert run("""
     dataset = tf.data.Dataset.from_tensor_slices(np.ones((8, 2))).batch(4)
     pretend()

@@ -76,12 +76,12 @@ RESULTS = {
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_that_are_no_loss_are_refused(name, pair):
-    (fn, has_aux, cure), (a, _) = RESULTS[name], pair
+    (fn, has_aux, fix), (a, _) = RESULTS[name], pair
     compute = ks.value_and_grad(lambda: fn(a.value), [a], has_aux)
     for call in (compute, lambda: mirrored(2).run(compute)):
         with pytest.raises(TypeError, match="must return a") as caught:
             call()
-        assert_text(caught, cure)
+        assert_text(caught, fix)
 
 
 def test_losses_that_are_numbers_are_allowed(pair):

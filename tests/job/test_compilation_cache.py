@@ -204,10 +204,10 @@ def test_folders_that_others_can_change_are_not_used(
     text, expected = TREES[name]
     tree(text)
     base = tmp_path / "home" / "cache"
-    before = compilation_cache.find_fault({"XDG_CACHE_HOME": str(base)})
+    before = compilation_cache.find_problem({"XDG_CACHE_HOME": str(base)})
     for _ in range(2):
         assert (FOLDER in make(base)) == expected
-    after = compilation_cache.find_fault({"XDG_CACHE_HOME": str(base)})
+    after = compilation_cache.find_problem({"XDG_CACHE_HOME": str(base)})
     if expected:
         assert [before, after, caplog.messages] == ["", "", []]
         return

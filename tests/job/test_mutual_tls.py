@@ -112,7 +112,7 @@ def test_doctor_has_a_row(good, version, changed, row, said):
             good | changed, info, get_version={"jax": version}.get
         )
         assert dict(rows)["mutual TLS"] == row
-        assert [f.level for f in findings] == [Level.FAULT] * bool(said)
+        assert [f.level for f in findings] == [Level.PROBLEM] * bool(said)
         if said:
             assert said in findings[0].text
             assert findings[0].fix

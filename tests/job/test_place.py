@@ -17,7 +17,7 @@ TORCHRUN = {"WORLD_SIZE": "8", "RANK": "3", "MASTER_ADDR": "a"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "count", "cure"),
+    ("environ", "count", "fix"),
     [
         (SLURM, 4, "SlurmClusterResolver()"),
         (MPI, 2, "OMPI_COMM_WORLD_RANK"),
@@ -26,11 +26,11 @@ TORCHRUN = {"WORLD_SIZE": "8", "RANK": "3", "MASTER_ADDR": "a"}
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"} | MPI, 2, "OMPI"),
     ],
 )
-def test_a_job_of_several_is_found(environ, count, cure):
+def test_a_job_of_several_is_found(environ, count, fix):
     job = find_unjoined_job(environ)
     assert job is not None
     assert job.count == count
-    assert cure in job.cure
+    assert fix in job.fix
 
 
 @pytest.mark.parametrize(

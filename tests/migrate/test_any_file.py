@@ -10,7 +10,7 @@ import warnings
 import pytest
 
 from keras_strategies.migrate.command import _deep_recursion
-from keras_strategies.migrate.port import SyntaxFault, port_sources
+from keras_strategies.migrate.port import SyntaxProblem, port_sources
 
 STANDARD = pathlib.Path(sysconfig.get_path("stdlib"))
 INSTALLED = pathlib.Path(sysconfig.get_path("purelib"))
@@ -60,7 +60,7 @@ def check(path):
     """Ports a file; returns whether it has changed."""
     source = read(path)
     ported = port(source)
-    if isinstance(ported, SyntaxFault):
+    if isinstance(ported, SyntaxProblem):
         assert not parses(source), path
         return False
     imports = [

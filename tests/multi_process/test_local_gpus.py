@@ -161,7 +161,7 @@ def test_all_processes_raise_before_jax_starts(changed, said):
     (port,) = find_free_ports(1)
     at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environs = [torchrun(rank, rank, 3, 3) | at for rank in range(3)]
-    # The last process runs on another host, and has no fault.
+    # The last process runs on another host, and has no problem.
     environs[2] |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     environs = [environs[0] | changed, environs[1] | changed, environs[2]]
     seen, errors = join(environs, "TorchrunClusterResolver")

@@ -18,7 +18,7 @@ from tests.multi_process.test_through_launch import ROOT
 pytestmark = pytest.mark.multi_process
 
 EVERY, EPOCHS, LIMIT_S = 10, 10, 120
-FAULTS = [
+PROBLEMS = [
     # (Signal, process, after which step, the launcher's exit code.)
     ("SIGKILL", 1, 17, 137),
     ("SIGKILL", 0, 37, 137),
@@ -74,13 +74,13 @@ def steps_of_last_process(folder, process):
 
 @pytest.mark.slow
 def test_a_supervised_run_is_the_one_that_nothing_happened_to(tmp_path):
-    folder = tmp_path / "faults"
+    folder = tmp_path / "problems"
     folder.mkdir()
     stopped, job = None, None
     try:
         # The first process draws what the run's order comes from, seeded as
         # the run that it is compared with; what others would draw is no matter.
-        for seed, (sent, process, step, code) in enumerate(FAULTS, start=1):
+        for seed, (sent, process, step, code) in enumerate(PROBLEMS, start=1):
             job = start(folder, seed)
             pid = wait_for(folder, process, step, job)
             os.kill(pid, signal.Signals[sent])
@@ -113,7 +113,7 @@ def test_a_supervised_run_is_the_one_that_nothing_happened_to(tmp_path):
             job.wait()
     # It went on, each time, from where it is said to have been.
     begun = [line for line in said(folder, 0) if line[0] == "goes on"]
-    assert len({pid for *_, pid in begun}) == len(FAULTS)
+    assert len({pid for *_, pid in begun}) == len(PROBLEMS)
     _, whole = test_resumed.run(
         tmp_path / "whole", 2, 1, sources=["numpy"], epochs=EPOCHS, every=EVERY
     )

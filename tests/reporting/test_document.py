@@ -122,7 +122,7 @@ def changed(**figures):
 
 
 @pytest.mark.parametrize(
-    ("text", "fault"),
+    ("text", "problem"),
     [
         ("[]", "it has another structure"),
         ("{", "line 1"),
@@ -141,11 +141,11 @@ def changed(**figures):
         (" " * (5 << 20), "characters"),
     ],
 )
-def test_other_files_are_refused(tmp_path, capsys, text, fault):
+def test_other_files_are_refused(tmp_path, capsys, text, problem):
     (tmp_path / files.NAME).write_text(text)
     with pytest.raises(files.ReportError, match="must be a report") as raised:
         files.load_report(tmp_path)
-    assert fault in str(raised.value)
+    assert problem in str(raised.value)
     assert main(["report", str(tmp_path)]) == 2
     output = capsys.readouterr()
     assert output.out == ""
@@ -229,30 +229,30 @@ def test_starts_killed_while_they_write_count_each_step_once(
         assert set(os.listdir(tmp_path / name)) == {files.NAME, STEP_NAME}
 
 
-FAULTS = """
+PROBLEMS = """
 import errno, os, pathlib, resource, sys
 from keras_strategies.reporting.document import STEP_NAME, StepFile, read_step
 
-folder, fault = sys.argv[1:]
+folder, problem = sys.argv[1:]
 path = os.path.join(folder, STEP_NAME)
-if fault == "full":
+if problem == "full":
     # As on a full disk, no byte can be added to a file.
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-if fault == "folder":
+if problem == "folder":
     os.mkdir(path)
-if fault == "pipe":
+if problem == "pipe":
     os.mkfifo(path)
-if fault == "read-only":
+if problem == "read-only":
     def fail(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
     pathlib.Path.open = fail
 file = StepFile(folder, 5, 0)
 file.write(1)
-if fault == "cut":
+if problem == "cut":
     os.truncate(path, 0)
     assert read_step(folder, 5) is None
 file.write(2)
-if fault == "broken disk":
+if problem == "broken disk":
     os.close(file._file.fileno())
     file.write(3)
 print(read_step(folder, 5))
@@ -261,7 +261,7 @@ file.close()
 
 
 @pytest.mark.parametrize(
-    ("fault", "last_step"),
+    ("problem", "last_step"),
     [
         ("cut", 2),
         ("full", None),
@@ -271,12 +271,12 @@ file.close()
         ("broken disk", 2),
     ],
 )
-def test_a_fault_of_the_last_steps_file_costs_the_step_only(
-    tmp_path, fault, last_step
+def test_a_problem_of_the_last_steps_file_costs_the_step_only(
+    tmp_path, problem, last_step
 ):
-    # In a process of its own, which a fault might kill.
+    # In a process of its own, which a problem might kill.
     ended = subprocess.run(
-        [sys.executable, "-c", FAULTS, str(tmp_path), fault],
+        [sys.executable, "-c", PROBLEMS, str(tmp_path), problem],
         timeout=60,
         capture_output=True,
         text=True,

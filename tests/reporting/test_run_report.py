@@ -308,13 +308,13 @@ def test_a_report_that_cannot_be_closed_keeps_the_error(monkeypatch, caplog):
             raise InterruptedError
 
     def fail(figures):
-        raise KeyError("a fault")
+        raise KeyError("a problem")
 
     monkeypatch.setattr(run_report, "write_advice", fail)
     with pytest.raises(InterruptedError):
         fit(RunReport(), Stop())
     assert "A report of the fit was not closed." in caplog.text
-    assert "a fault" in caplog.text
+    assert "a problem" in caplog.text
 
 
 def test_a_fit_of_a_single_long_step(capsys):

@@ -220,7 +220,7 @@ class CallsKeras(keras.Model):
         return super().train_step(data)
 
 
-def test_a_call_of_keras_own_step_is_refused_with_the_cure():
+def test_a_call_of_keras_own_step_is_refused_with_the_fix():
     with pytest.raises(TypeError, match=r"super\(\).train_step.*compute_loss"):
         train(2, cls=CallsKeras)
 

@@ -638,7 +638,7 @@ class Wrong(OwnStep):
         ("marks.USED", "iterable"),
     ],
 )
-def test_a_fault_of_the_package_is_raised(name, error, monkeypatch):
+def test_a_problem_of_the_package_is_raised(name, error, monkeypatch):
     model = compiled_in(mirrored(2), two_outputs)
     with monkeypatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -525,13 +525,13 @@ def test_gradients_that_a_step_reduces_itself(rows):
 
 
 @pytest.mark.parametrize("rows", combine([6, 7], every=2))
-def test_a_fault_after_a_collective_is_raised_as_it_is(rows):
+def test_a_problem_after_a_collective_is_raised_as_it_is(rows):
     flags = {"fails": False}
 
     def use(x):
         total = context().all_reduce("sum", ops.mean(x))
         if flags["fails"]:
-            raise KeyError("a fault of the layer")
+            raise KeyError("a problem of the layer")
         return x - total
 
     x = batch(rows)
@@ -543,7 +543,7 @@ def test_a_fault_after_a_collective_is_raised_as_it_is(rows):
         lambda: model.predict(x, batch_size=rows, verbose=0),
         lambda: model.fit(x, x, batch_size=rows, verbose=0),
     ):
-        with pytest.raises(KeyError, match="a fault of the layer"):
+        with pytest.raises(KeyError, match="a problem of the layer"):
             run()
     flags["fails"] = False
     model.fit(x, x, batch_size=rows, verbose=0)
@@ -588,9 +588,9 @@ def test_callbacks_see_what_they_saw_before():
 def test_one_replica_after_an_error_in_a_step():
     def fails(x):
         context().all_reduce("sum", ops.mean(x))
-        raise ValueError("a fault of the layer")
+        raise ValueError("a problem of the layer")
 
     model, _ = model_of(mirrored(2), fails)
-    with pytest.raises(ValueError, match="a fault of the layer"):
+    with pytest.raises(ValueError, match="a problem of the layer"):
         model.predict(batch(4), verbose=0)
     assert ks.get_strategy().num_replicas_in_sync == 1

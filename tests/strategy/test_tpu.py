@@ -101,7 +101,7 @@ def test_an_assignment_makes_replicas_of_its_cores(make):
                 "experimental_device_assignment": make_assignment(2, 2),
             },
             ValueError,
-            ["both", "Pass only"],
+            ["together", "Pass only"],
         ),
         (
             {

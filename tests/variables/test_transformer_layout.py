@@ -331,7 +331,7 @@ class Renamed(layers.Layer):
         return x + x @ self.mixing @ self.back
 
 
-def test_a_large_variable_that_stays_whole_is_named_with_the_cure():
+def test_a_large_variable_that_stays_whole_is_named_with_the_fix():
     model = build_layers(
         lambda: DenseAttention(24, 4), lambda: Renamed(name="mine")
     )
@@ -341,7 +341,7 @@ def test_a_large_variable_that_stays_whole_is_named_with_the_cure():
     for warning in caught:
         text = str(warning.message)
         assert "% of the weights' bytes" in text
-        # The cure is Python.
+        # The fix is Python.
         exec(text[text.index("layout_map[") :].rstrip("."))
     strategy = cores_strategy(1, 4, layout_map)
     strategy.attach(model)

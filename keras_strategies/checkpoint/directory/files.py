@@ -19,7 +19,7 @@ from keras_strategies.checkpoint.directory.names import (
 from keras_strategies.cluster.untrusted import load_json
 
 _MAX_SHOWN = 160
-_CURE = (
+_FIX = (
     "This checkpoint is not restored. Use an earlier step, restore this folder "
     "from a copy, or delete it."
 )
@@ -34,7 +34,7 @@ class DamagedCheckpoint(ValueError):
       path: The checkpoint's folder; None if unknown.
       file: The damaged file, relative to `path`; None if the folder itself is
         damaged or missing.
-      fault: A short description of the damage, for a table.
+      problem: A short description of the damage, for a table.
 
     Example:
       ```python
@@ -44,7 +44,7 @@ class DamagedCheckpoint(ValueError):
       try:
           manager.restore(step=200)
       except ks.checkpoint.DamagedCheckpoint as error:
-          print(error.path, error.fault)
+          print(error.path, error.problem)
       ```
     """
 
@@ -54,19 +54,19 @@ class DamagedCheckpoint(ValueError):
         *,
         path: pathlib.Path | None = None,
         file: str | None = None,
-        fault: str = "",
+        problem: str = "",
     ):
         super().__init__(message)
         self.path = path
         self.file = file
-        self.fault = fault or message
+        self.problem = problem or message
 
 
 def make_damage_error(
     path: str | os.PathLike[str],
     file: str | None,
-    fault: str,
-    cure: str = _CURE,
+    problem: str,
+    fix: str = _FIX,
 ) -> DamagedCheckpoint:
     """Makes the error for a damaged checkpoint.
 
@@ -74,16 +74,16 @@ def make_damage_error(
       path: The checkpoint's folder.
       file: The damaged file or folder, relative to `path`; None for `path`
         itself.
-      fault: A description of the damage, such as "its checksum differs".
-      cure: Advice to the user, which ends the message.
+      problem: A description of the damage, such as "its checksum differs".
+      fix: Advice to the user, which ends the message.
     """
-    short = fault if file is None else f"{quote_name(file)}: {fault}"
+    short = problem if file is None else f"{quote_name(file)}: {problem}"
     name = quote_name(os.fspath(path))
     return DamagedCheckpoint(
-        f"The checkpoint {name} is damaged: {short}. {cure}",
+        f"The checkpoint {name} is damaged: {short}. {fix}",
         path=pathlib.Path(path),
         file=file,
-        fault=short,
+        problem=short,
     )
 
 
@@ -128,8 +128,8 @@ def find_files(path: pathlib.Path) -> dict[str, int]:
         for name, status in _walk(path):
             if not stat.S_ISREG(status.st_mode):
                 kind = describe_kind(status)
-                fault = f"it is a {kind}, not a file or a folder"
-                raise make_damage_error(path, name, fault)
+                problem = f"it is a {kind}, not a file or a folder"
+                raise make_damage_error(path, name, problem)
             if name != MANIFEST:
                 sizes[name] = status.st_size
     return sizes
@@ -169,13 +169,13 @@ def translate_errors(
     try:
         yield
     except FileNotFoundError:
-        fault = _GONE if not path.exists() else "it is missing"
-        raise make_damage_error(path, name, fault) from None
+        problem = _GONE if not path.exists() else "it is missing"
+        raise make_damage_error(path, name, problem) from None
     except OSError as error:
-        fault = f"it cannot be read: {error.strerror or type(error).__name__}"
+        problem = f"it cannot be read: {error.strerror or type(error).__name__}"
         if error.errno == errno.ELOOP:
-            fault = "it is a symbolic link"
-        raise make_damage_error(path, name, fault) from error
+            problem = "it is a symbolic link"
+        raise make_damage_error(path, name, problem) from error
 
 
 @contextlib.contextmanager
@@ -192,8 +192,8 @@ def open_file(path: pathlib.Path, name: str) -> Iterator[io.FileIO]:
     ):
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            fault = f"it is a {describe_kind(status)}, not a file"
-            raise make_damage_error(path, name, fault)
+            problem = f"it is a {describe_kind(status)}, not a file"
+            raise make_damage_error(path, name, problem)
         yield file
 
 
@@ -277,11 +277,11 @@ def flush(path: pathlib.Path) -> None:
 
 
 def _make_missing_error(path: pathlib.Path) -> DamagedCheckpoint:
-    fault = "the folder does not exist"
+    problem = "the folder does not exist"
     step = parse_step(path.name)
     if step is None:
-        cure = "It may have been deleted since it was listed. Use another step."
-        return make_damage_error(path, None, fault, cure)
+        fix = "It may have been deleted since it was listed. Use another step."
+        return make_damage_error(path, None, problem, fix)
     steps = find_steps(path.parent)
     start = ["..."] * (len(steps) > _MAX_STEPS)
     shown = ", ".join([*start, *map(str, steps[-_MAX_STEPS:])]) or "none"
@@ -289,7 +289,7 @@ def _make_missing_error(path: pathlib.Path) -> DamagedCheckpoint:
         f"There is no checkpoint of step {step} in {str(path.parent)!r}. "
         f"Available steps: {shown}.",
         path=path,
-        fault=fault,
+        problem=problem,
     )
 
 

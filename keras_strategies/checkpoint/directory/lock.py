@@ -223,19 +223,19 @@ if hasattr(os, "register_at_fork"):
 def _open(path: pathlib.Path, flags: int) -> int:
     descriptor = os.open(path, flags | NO_LINKS, 0o600)
     status = os.fstat(descriptor)
-    fault = None
+    problem = None
     if not stat.S_ISREG(status.st_mode):
-        fault = f"is a {describe_kind(status)}"
+        problem = f"is a {describe_kind(status)}"
     elif status.st_nlink > 1:
         # Writing to the file would truncate it under its other name, too.
-        fault = f"is a hard link to a file with {status.st_nlink} names"
-    if fault is None:
+        problem = f"is a hard link to a file with {status.st_nlink} names"
+    if problem is None:
         return descriptor
     os.close(descriptor)
     raise OSError(
         errno.EINVAL,
         "The lock file of a directory must be a regular file with one name. "
-        f"Received: {str(path)!r}, which {fault}. Delete this file",
+        f"Received: {str(path)!r}, which {problem}. Delete this file",
     )
 
 
@@ -314,14 +314,14 @@ def _read_writer(descriptor: int) -> Writer:
 def _make_taken_error(directory: pathlib.Path) -> RuntimeError:
     writer = find_writer(directory) or Writer()
     is_here = writer.host == socket.gethostname()
-    cure = "Use another directory for this run, or end the other run."
+    fix = "Use another directory for this run, or end the other run."
     if is_here and writer.process_id == os.getpid():
-        cure = (
+        fix = (
             "That is this process. Use the manager that has locked the "
             "directory, or close it first (`manager.close()`)."
         )
     return RuntimeError(
         "Only one run at a time may write to a directory of checkpoints. "
         f"Received: {str(directory)!r}, which is locked by "
-        f"{'another ' * (writer.process_id is None)}{writer}. {cure}"
+        f"{'another ' * (writer.process_id is None)}{writer}. {fix}"
     )

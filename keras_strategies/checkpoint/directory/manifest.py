@@ -34,7 +34,7 @@ from keras_strategies.checkpoint.directory.names import (
     saving_path,
     step_path,
 )
-from keras_strategies.cluster.exchange.message_forms import fault_of, is_count
+from keras_strategies.cluster.exchange.message_forms import is_count, problem_of
 from keras_strategies.cluster.untrusted import load_json
 
 VERSION = 1
@@ -196,14 +196,14 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     check_folder(path)
     if not os.path.lexists(path / MANIFEST):
         check_folder(path)  # The folder may have just been deleted.
-        fault = "it is missing: the save did not finish"
-        raise make_damage_error(path, MANIFEST, fault, _PARTIAL)
+        problem = "it is missing: the save did not finish"
+        raise make_damage_error(path, MANIFEST, problem, _PARTIAL)
     with open_file(path, MANIFEST) as file:
         text = file.read(MAX_BYTES + 1) or b""
     manifest = _parse(path, text)
     if manifest.step != parse_step(path.name):
-        fault = f"it is the manifest of step {manifest.step}"
-        raise make_damage_error(path, MANIFEST, fault)
+        problem = f"it is the manifest of step {manifest.step}"
+        raise make_damage_error(path, MANIFEST, problem)
     return manifest
 
 
@@ -229,8 +229,8 @@ def _write(path: pathlib.Path, text: bytes) -> None:
 
 
 def _parse(path: pathlib.Path, text: bytes) -> Manifest:
-    def make_error(fault: str, *cure: str) -> DamagedCheckpoint:
-        return make_damage_error(path, MANIFEST, fault, *cure)
+    def make_error(problem: str, *fix: str) -> DamagedCheckpoint:
+        return make_damage_error(path, MANIFEST, problem, *fix)
 
     if not text:
         raise make_error("it is empty")
@@ -242,13 +242,13 @@ def _parse(path: pathlib.Path, text: bytes) -> Manifest:
         raise make_error("it has no version")
     if content["version"] != VERSION or isinstance(content["version"], bool):
         raise make_error(f"its version is not {VERSION}", _NEWER)
-    fault = "its keys are not those of a manifest"
+    problem = "its keys are not those of a manifest"
     if set(content) == set(_FORM):
-        fault = fault_of(content, _FORM) or fault_of(
+        problem = problem_of(content, _FORM) or problem_of(
             list(content["files"].values()), [(is_count, _is_sha256)], "files"
         )
-    if fault is not None:
-        raise make_error(fault)
+    if problem is not None:
+        raise make_error(problem)
     del content["checksum"]
     files = {name: tuple(entry) for name, entry in content["files"].items()}
     manifest = Manifest(**content | {"files": files})

@@ -96,21 +96,21 @@ def check_writable(directory: str | os.PathLike[str]) -> None:
       OSError: if the disk is read-only or full.
     """
     path = pathlib.Path(directory)
-    existing, fault = _find_existing(path), None
+    existing, problem = _find_existing(path), None
     try:
         if existing == path:
             with tempfile.TemporaryFile(dir=path, prefix=".probe-") as file:
                 file.write(b"\0")
         elif not os.access(existing, os.W_OK | os.X_OK):
-            fault = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            problem = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        fault = error
-    if fault is not None:
+        problem = error
+    if problem is not None:
         raise OSError(
-            fault.errno,
+            problem.errno,
             "The directory of checkpoints must be writable by this user. "
             f"Received: {str(path)!r}, but {str(existing)!r} is not writable: "
-            f"{fault.strerror}. Use another directory, or change the "
+            f"{problem.strerror}. Use another directory, or change the "
             "permissions of this one",
         )
 
@@ -288,19 +288,19 @@ def delete(directory: str | os.PathLike[str], step: int) -> None:
     _remove(doomed)
 
 
-def quarantine(fault: DamagedCheckpoint) -> str:
+def quarantine(problem: DamagedCheckpoint) -> str:
     """Renames a damaged checkpoint, so that its step can be saved again.
 
     Returns:
       The new name of its folder.
     """
-    assert fault.path is not None
+    assert problem.path is not None
     for number in range(1, 1000):
-        aside = fault.path.with_name(f"{fault.path.name}.damaged-{number}")
+        aside = problem.path.with_name(f"{problem.path.name}.damaged-{number}")
         if not os.path.lexists(aside):
-            os.rename(fault.path, aside)
+            os.rename(problem.path, aside)
             return aside.name
-    raise fault
+    raise problem
 
 
 def delete_partial_saves(directory: str | os.PathLike[str]) -> list[str]:

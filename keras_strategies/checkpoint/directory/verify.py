@@ -32,14 +32,14 @@ MAX_BYTES = 64 << 20
 _STATE = "state"
 _TREE = f"{_STATE}/_METADATA"
 _ARRAYS = f"{_STATE}/array_metadatas"
-_CURE = (
+_FIX = (
     "This checkpoint is not restored. Use an earlier step, or restore this "
     "folder from a copy."
 )
 _MAX_SHOWN = 1000
 # Errors that Orbax raises if its JSON files have unexpected entries. Errors of
 # the disk, of a device or of another process are not among them.
-_FAULTS = (
+_PROBLEMS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -82,10 +82,10 @@ def guard_restore(
             _load(path, name)
         try:
             yield
-        except _FAULTS as error:
+        except _PROBLEMS as error:
             text = escape_controls(str(error)[:_MAX_SHOWN])
-            fault = f"Orbax cannot read it: {type(error).__name__}: {text}"
-            raise make_damage_error(path, _STATE, fault, _CURE) from error
+            problem = f"Orbax cannot read it: {type(error).__name__}: {text}"
+            raise make_damage_error(path, _STATE, problem, _FIX) from error
 
 
 def _list_array_files(path: pathlib.Path) -> list[str]:
@@ -146,8 +146,8 @@ def verify(path: str | os.PathLike[str], *, is_quick: bool = False) -> Manifest:
             raise make_damage_error(path, name, "it is missing")
         size = manifest.files[name][0]
         if sizes[name] != size:
-            fault = f"it has {sizes[name]} bytes instead of {size}"
-            raise make_damage_error(path, name, fault)
+            problem = f"it has {sizes[name]} bytes instead of {size}"
+            raise make_damage_error(path, name, problem)
     if is_quick:
         return manifest
     for name, (_, checksum) in manifest.files.items():
@@ -168,13 +168,13 @@ def find_newest_good(
       The manifest of the newest good checkpoint, or None if none exists; and
       the errors for newer, damaged checkpoints, newest first.
     """
-    faults: list[DamagedCheckpoint] = []
+    problems: list[DamagedCheckpoint] = []
     for step, _ in reversed(find_entries(directory)):
         try:
-            return verify(step_path(directory, step)), faults
+            return verify(step_path(directory, step)), problems
         except DamagedCheckpoint as error:
-            faults.append(error)
-    return None, faults
+            problems.append(error)
+    return None, problems
 
 
 @contextlib.contextmanager
@@ -189,5 +189,5 @@ def guard_read(path: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:
         if os.path.lexists(pathlib.Path(path) / MANIFEST):
             raise
-        fault = "it was deleted while it was read"
-        raise make_damage_error(path, None, fault, _DELETED) from error
+        problem = "it was deleted while it was read"
+        raise make_damage_error(path, None, problem, _DELETED) from error

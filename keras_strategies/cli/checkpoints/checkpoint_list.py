@@ -53,7 +53,7 @@ class Entry:
     Attributes:
       step: The number of train steps completed when it was saved.
       state: Whether the checkpoint is good, damaged or being saved.
-      fault: A description of the damage; empty if it is not damaged.
+      problem: A description of the damage; empty if it is not damaged.
       num_bytes: The size in bytes.
       created: The time when it was saved, in seconds since 1970 (UTC); None if
         unknown.
@@ -66,7 +66,7 @@ class Entry:
 
     step: int
     state: State
-    fault: str = ""
+    problem: str = ""
     num_bytes: int
     created: float | None = None
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -200,7 +200,7 @@ def _make_entry(
         return Entry(
             step=step,
             state=State.UNDER_WAY if is_under_way else State.DAMAGED,
-            fault="" if is_under_way else error.fault,
+            problem="" if is_under_way else error.problem,
             num_bytes=measure_size(path),
         )
     return Entry(

@@ -40,9 +40,9 @@ def checkpoints(
       The exit status: 0 on success, 1 if a checkpoint is damaged, 2 if
       `directory` is not a directory of checkpoints.
     """
-    fault = _find_fault(directory)
-    if fault:
-        print(f"keras-strategies checkpoints: {fault}", file=sys.stderr)
+    problem = _find_problem(directory)
+    if problem:
+        print(f"keras-strategies checkpoints: {problem}", file=sys.stderr)
         return _WRONG_ARGUMENTS
     with Console(stderr=True).status("") as status:  # Shown only on terminals.
         listing = look_at(
@@ -80,7 +80,7 @@ def print_listing(listing: Listing, console: Console) -> None:
         size = decimal(left.num_bytes)
         _print(console, f"Left behind: {left.name}, {size}: {left.reason}.")
     for entry in listing.damaged:
-        text = f"Step {entry.step} is damaged: {entry.fault}."
+        text = f"Step {entry.step} is damaged: {entry.problem}."
         _print(console, text, "bold red")
     if listing.writer is not None:
         _print(console, f"A run is writing here: {listing.writer}.")
@@ -120,7 +120,7 @@ def _format(value: object) -> str:
     return escape_controls(text)
 
 
-def _find_fault(directory: str) -> str | None:
+def _find_problem(directory: str) -> str | None:
     """Returns what is wrong with the argument `directory`, or None."""
     try:
         names = os.listdir(directory)

@@ -10,9 +10,9 @@ from keras_strategies.cli.doctor.findings import (
     Finding,
     Part,
     Row,
-    fault,
     good,
     note,
+    problem,
     warning,
 )
 from keras_strategies.cluster.exchange.rendezvous import split_address
@@ -122,7 +122,7 @@ def check_address(
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        yield fault(
+        yield problem(
             f"The name of the coordinator, {host!r}, cannot be resolved here: "
             f"{getattr(error, 'strerror', None) or error}.",
             "Use a name that all machines can resolve, or an IP address.",
@@ -151,7 +151,7 @@ def check_address(
     others = {a.rpartition(":")[0] for a in info.addresses if a}
     ip = str(place[0])
     if is_host and len(others) > 1 and _is_loopback(ip):
-        yield fault(
+        yield problem(
             f"{address} is a loopback address ({ip}), so processes on other "
             "machines cannot reach it.",
             "Correct this machine's /etc/hosts, or use its IP address.",
@@ -160,12 +160,12 @@ def check_address(
 
 def _explain_listening(error: OSError, address: str) -> Finding:
     if error.errno == errno.EADDRINUSE:
-        return fault(
+        return problem(
             f"Another process listens at the coordinator's address, {address}.",
             "End that process if it is not needed, or use another port for "
             "process 0.",
         )
-    return fault(
+    return problem(
         f"Process 0 cannot listen at {address}: {error.strerror or error}.",
         "The coordinator's address must belong to the machine that runs "
         "process 0, and its port must be at least 1024. Correct the cluster.",
@@ -180,7 +180,7 @@ def _explain_connecting(error: OSError, address: str) -> Finding:
             "Start process 0, which listens as soon as it creates its "
             "strategy.",
         )
-    return fault(
+    return problem(
         f"The coordinator at {address} cannot be reached within "
         f"{_CONNECT_S:.0f} s: {error.strerror or 'no answer'}.",
         "Check that the address is correct, and look for a firewall or network "
@@ -206,7 +206,7 @@ def _make_rows(info: TaskInfo | None) -> Iterator[Row]:
 
 def _make_finding(cluster: Cluster) -> Finding:
     if cluster.error:
-        return fault(
+        return problem(
             f"The variables of {cluster.name} are not valid: {cluster.error}",
             f"See {_DOCUMENT} for the variables that {cluster.name} sets.",
         )

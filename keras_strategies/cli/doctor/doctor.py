@@ -41,7 +41,7 @@ from keras_strategies.cli.doctor.run_probe import (
 from keras_strategies.cli.doctor.tpus import check_tpus
 
 _MARKS = {
-    Level.FAULT: ("x", "bold red"),
+    Level.PROBLEM: ("x", "bold red"),
     Level.WARNING: ("!", "yellow"),
     Level.NOTE: ("-", "cyan"),
     Level.GOOD: ("+", "green"),
@@ -62,14 +62,14 @@ def doctor(
       timeout_s: The time to wait for the other processes, in seconds.
 
     Returns:
-      The exit status: 0, or 1 if a check found a fault.
+      The exit status: 0, or 1 if a check found a problem.
     """
     report = examine(os.environ, quick=quick, timeout_s=timeout_s)
     if as_json and report.is_chief:
         print(json.dumps(report.as_dict(), indent=1))
     elif not as_json:
         print_report(report)
-    return 1 if report.has_faults else 0
+    return 1 if report.has_problems else 0
 
 
 def examine(
@@ -86,7 +86,7 @@ def examine(
     info = None if cluster is None else cluster.info
     tls_rows, findings = check_tls(environ, info)
     if quick and info is not None:
-        # Otherwise a job is started below, which finds such faults.
+        # Otherwise a job is started below, which finds such problems.
         findings += check_address(info, environ)
     chip_parts = [check_gpus(environ, info), check_tpus(environ)]
     jax_parts = [] if quick else _check_jax(environ, cluster, timeout_s)

@@ -12,13 +12,13 @@ from keras_strategies.cluster.untrusted import escape_controls
 class Level(enum.StrEnum):
     """The severity of a finding."""
 
-    FAULT = "fault"
+    PROBLEM = "problem"
     WARNING = "warning"
     NOTE = "note"
     GOOD = "good"
 
 
-PROBLEMS = (Level.FAULT, Level.WARNING)
+PROBLEMS = (Level.PROBLEM, Level.WARNING)
 Row = tuple[str, str]
 
 
@@ -27,8 +27,8 @@ class Finding:
     """The result of one check.
 
     Attributes:
-      level: The severity. A fault prevents programs from running, and a warning
-        is about something that is probably not intended.
+      level: The severity. A problem prevents programs from running, and a
+        warning is about something that is probably not intended.
       text: A sentence that states the finding.
       fix: Advice on what to change; empty if nothing needs to change.
     """
@@ -42,17 +42,17 @@ class Finding:
             object.__setattr__(self, name, _escape(getattr(self, name)))
 
 
-fault = functools.partial(Finding, Level.FAULT)
+problem = functools.partial(Finding, Level.PROBLEM)
 warning = functools.partial(Finding, Level.WARNING)
 note = functools.partial(Finding, Level.NOTE)
 good = functools.partial(Finding, Level.GOOD)
 
 
-def make_fault(error: Exception) -> Finding:
+def make_problem(error: Exception) -> Finding:
     """Creates a finding from an error: advice follows what was received."""
     rule, received, rest = str(error).partition(". Received: ")
-    value, _, cure = rest.partition(". ")
-    return fault(f"{rule}{received}{value}.", cure)
+    value, _, fix = rest.partition(". ")
+    return problem(f"{rule}{received}{value}.", fix)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,15 +106,15 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The number of problems, such as "1 fault, 2 warnings"."""
+        """The number of problems, such as "1 problem, 2 warnings"."""
         levels = collections.Counter(finding.level for finding in self.problems)
         counts = [f"{n} {level}{'s' * (n > 1)}" for level, n in levels.items()]
         return ", ".join(counts) or "nothing to change"
 
     @property
-    def has_faults(self) -> bool:
+    def has_problems(self) -> bool:
         """Whether a finding prevents programs from running."""
-        return any(f.level is Level.FAULT for f in self.findings)
+        return any(f.level is Level.PROBLEM for f in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as a dict that can be written as JSON."""

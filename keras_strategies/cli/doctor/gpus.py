@@ -13,9 +13,9 @@ from keras_strategies.cli.doctor.findings import (
     Finding,
     Part,
     Row,
-    fault,
-    make_fault,
+    make_problem,
     note,
+    problem,
     warning,
 )
 from keras_strategies.cli.doctor.installed import Version
@@ -86,7 +86,7 @@ def check_gpus(
                 info, environ, platforms=platforms, dev=dev
             )
         except (RuntimeError, ValueError) as error:
-            findings.append(make_fault(error))
+            findings.append(make_problem(error))
         else:
             taken = ", ".join(map(str, gpus or ())) or "all visible GPUs"
             rows.append(("GPUs of this process", taken))
@@ -131,7 +131,7 @@ def _check_plugins(
     for name, version in installed.items():
         # JAX ignores a plugin that has another version than jaxlib.
         if version and parse(version) != parse(jaxlib):
-            yield fault(
+            yield problem(
                 f"{name} {version} does not match jaxlib {jaxlib}, so JAX does "
                 "not use it.",
                 f"pip install '{name}=={jaxlib}'",

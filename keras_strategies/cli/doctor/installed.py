@@ -16,9 +16,9 @@ from keras_strategies.cli.doctor.findings import (
     Finding,
     Part,
     Row,
-    fault,
-    make_fault,
+    make_problem,
     note,
+    problem,
     warning,
 )
 from keras_strategies.cluster.checks import read_timeout
@@ -64,8 +64,8 @@ def check_packages(
     findings = []
     if python < LEAST_PYTHON:
         old, least = map(versions.format_version, (python, LEAST_PYTHON))
-        cure = "Create a virtual environment with a newer Python."
-        findings.append(fault(f"Python {old} is older than {least}.", cure))
+        fix = "Create a virtual environment with a newer Python."
+        findings.append(problem(f"Python {old} is older than {least}.", fix))
     for package in versions.LEAST:
         version = get_version(package)
         rows.append((package, version or "not installed"))
@@ -83,22 +83,22 @@ def check_packages(
 
 
 def _check_package(package: str, version: str | None) -> Iterator[Finding]:
-    cure = f"pip install --upgrade '{versions.make_requirement(package)}'"
+    fix = f"pip install --upgrade '{versions.make_requirement(package)}'"
     least, below = versions.LEAST[package], versions.BELOW.get(package)
     number = versions.parse_version(version or "")
     if version is None:
-        yield fault(f"{package} is not installed.", cure)
+        yield problem(f"{package} is not installed.", fix)
     elif number < least:
-        yield fault(
+        yield problem(
             f"{package} {version} is older than "
             f"{versions.format_version(least)}, the oldest supported version.",
-            cure,
+            fix,
         )
     elif below and number >= below:
         yield warning(
             f"{package} {version} is newer than the tested versions (see "
             "docs/versions.md).",
-            cure,
+            fix,
         )
 
 
@@ -154,7 +154,7 @@ def check_tls(
             environ, is_supported=jax >= mutual_tls.LEAST_JAX
         )
     except ValueError as error:
-        return [("mutual TLS", "faulty")], [make_fault(error)]
+        return [("mutual TLS", "faulty")], [make_problem(error)]
     is_alone = info is None or info.num_processes == 1
     shown = [] if is_alone and not is_on else ["on" if is_on else "off"]
     return [("mutual TLS", text) for text in shown], []
@@ -175,29 +175,29 @@ def _check_values(environ: Mapping[str, str]) -> Iterator[Finding]:
         try:
             read(environ)
         except ValueError as error:
-            yield make_fault(error)
+            yield make_problem(error)
 
 
 def _check_cache(environ: Mapping[str, str]) -> Iterator[Finding]:
-    found = compilation_cache.find_fault(environ)
+    found = compilation_cache.find_problem(environ)
     if found:
         yield warning(
             "Compiled programs are not cached, so a restarted job compiles "
             f"them again: {found}.",
-            compilation_cache.CURE,
+            compilation_cache.FIX,
         )
 
 
 def _check_keras(environ: Mapping[str, str]) -> Iterator[Finding]:
     backend = environ.get("KERAS_BACKEND", "jax")
     if backend != "jax":
-        yield fault(
+        yield problem(
             f"KERAS_BACKEND is {backend!r}, so importing keras_strategies "
             "raises an error.",
             "Set KERAS_BACKEND=jax, or unset it.",
         )
     if is_switched_on(environ.get("KERAS_NNX_ENABLED", "")):
-        yield fault(
+        yield problem(
             "KERAS_NNX_ENABLED is on, so importing keras_strategies raises an "
             "error.",
             "Unset it, because strategies need Keras variables, not NNX "
@@ -222,7 +222,7 @@ def _check_virtual_devices(
     for flag in counts[-1:]:  # If the flag is repeated, XLA uses the last one.
         count = flag.removeprefix(DEVICE_COUNT)
         if not (count.isascii() and count.isdigit()):
-            yield fault(
+            yield problem(
                 "XLA_FLAGS sets the number of virtual devices to something "
                 "that is not a number.",
                 f"Write {DEVICE_COUNT}4, for example.",

@@ -12,9 +12,9 @@ from keras_strategies.cli.doctor.findings import (
     Finding,
     Part,
     Row,
-    fault,
     good,
     note,
+    problem,
 )
 from keras_strategies.cli.doctor.installed import DEVICE_COUNT
 from keras_strategies.cli.launch.local_job import describe_exit
@@ -186,7 +186,7 @@ def _check_kinds(kinds: Sequence[Sequence[Any]]) -> Finding:
 
 def _check_counts(counts: list[int]) -> Iterator[Finding]:
     if len(set(counts)) > 1:
-        yield fault(
+        yield problem(
             "The processes have different numbers of devices: "
             f"{', '.join(map(str, counts))}.",
             "Use the same number of devices in all processes, because a "
@@ -200,7 +200,7 @@ def _check_all_reduce(answers: Answers, over: str) -> Iterator[Finding]:
     if results and all(results):
         yield good(f"An all-reduce over {over} is correct.")
     elif results:
-        yield fault(
+        yield problem(
             f"An all-reduce over {over} returns a wrong sum.",
             "Do not train on these devices. Check whether a device or a link "
             "between devices is broken.",
@@ -217,7 +217,7 @@ def _check_meeting(
 ) -> Iterator[Finding]:
     if cluster.info is None or not _failed_to_meet(answers):
         return
-    yield fault(
+    yield problem(
         "The processes cannot start a job together. "
         f"{answers['join']['error']}",
         "Run doctor in all processes at the same time, for example with `srun "
@@ -241,9 +241,9 @@ def _check_end(
     answer, before = answers.get(stage, {}), f"before {_NAMES[stage]}"
     if "error" in answer:
         kind = answer.get("kind", "an error")
-        yield fault(
+        yield problem(
             f"{kind} was raised {before}: {answer['error']}",
-            _choose_cure(stage, environ.get("JAX_PLATFORMS")),
+            _choose_fix(stage, environ.get("JAX_PLATFORMS")),
         )
         return
     what = f"The time limit ended {before}."
@@ -253,19 +253,19 @@ def _check_end(
         how = describe_exit(code).replace("was killed by", "was ended by")
         what = f"The process {how} {before}."
     what += f" Its last output: {text}" * bool(text)
-    cure = _choose_cure(stage, environ.get("JAX_PLATFORMS"))
+    fix = _choose_fix(stage, environ.get("JAX_PLATFORMS"))
     if code and stage == "devices" and environ.get("XLA_FLAGS"):
-        cure = (
+        fix = (
             "XLA aborts the process if XLA_FLAGS contains an unknown flag. "
             "Remove or correct this flag. Flags for TPUs belong in "
             "LIBTPU_INIT_ARGS."
         )
-    yield fault(what, cure)
+    yield problem(what, fix)
 
 
-def _choose_cure(stage: str, platforms: str | None) -> str:
+def _choose_fix(stage: str, platforms: str | None) -> str:
     if stage == "keras":
-        return "Reinstall the packages that this report lists as faults."
+        return "Reinstall the packages that this report lists as problems."
     if stage == "devices" and platforms:
         return (
             f"JAX_PLATFORMS={platforms} selects devices that JAX does not "

@@ -14,8 +14,8 @@ from pathlib import Path
 from keras_strategies.cli.doctor.findings import (
     Finding,
     Part,
-    fault,
     note,
+    problem,
     warning,
 )
 from keras_strategies.cli.doctor.installed import Version
@@ -84,11 +84,11 @@ def check_tpus(
         findings.append(_TENSORFLOW_TPU)
     if is_locked_up and not holders:
         text = f"The file {lock} belongs to another user, so libtpu does not"
-        cure = (
+        fix = (
             f"If no process uses the TPU (`sudo lsof -w {lock}`), remove it: "
             f"`sudo rm {lock}`."
         )
-        findings.append(fault(f"{text} start.", cure))
+        findings.append(problem(f"{text} start.", fix))
     rows = (
         ("TPU device files", join_few(devices) or "none"),
         ("held by", names or "no process that this user can see"),
@@ -142,9 +142,9 @@ def _check_holders(
     holders: Mapping[int, str], environ: Mapping[str, str], *, has_tpu: bool
 ) -> Iterator[Finding]:
     for pid, name in [*holders.items()][:_MAX_NAMES]:
-        cure = f"Wait until it has ended, or end it: `kill {pid}`."
+        fix = f"Wait until it has ended, or end it: `kill {pid}`."
         if "with TensorFlow" in name:
-            cure += (
+            fix += (
                 " TensorFlow with support for TPUs takes them when it is "
                 "imported. Start it with TPU_LOAD_LIBRARY=0, or install "
                 "tensorflow-cpu instead."
@@ -153,18 +153,18 @@ def _check_holders(
             yield warning(
                 f"{name} uses libtpu, so no other process can compile for "
                 "TPUs.",
-                f"{cure} On a machine without TPUs you can also set {_MULTIPLE}"
+                f"{fix} On a machine without TPUs you can also set {_MULTIPLE}"
                 "=1.",
             )
         elif any(environ.get(variable) for variable in _SHARING):
             yield warning(
                 f"{name} holds a TPU. JAX can start only on other chips.",
                 f"Check that {' or '.join(_SHARING)} gives your process other "
-                f"chips. {cure}",
+                f"chips. {fix}",
             )
         else:
-            yield fault(
+            yield problem(
                 f"{name} holds the TPU. JAX cannot start the TPU in another "
                 "process.",
-                cure,
+                fix,
             )

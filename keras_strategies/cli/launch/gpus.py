@@ -17,7 +17,7 @@ from keras_strategies.job.local_gpus import (
 _JAX_PLATFORMS = "JAX_PLATFORMS"
 
 
-def find_gpu_fault(
+def find_gpu_problem(
     environ: Mapping[str, str],
     platform: str,
     num_processes: int,

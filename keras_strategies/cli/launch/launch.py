@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from keras_strategies.cli.launch.gpus import (
     assign_gpus,
-    find_gpu_fault,
+    find_gpu_problem,
     release_gpus,
 )
 from keras_strategies.cli.launch.local_job import JobEnd, run_job
@@ -67,16 +67,16 @@ def launch(
       128 + n if signal n killed that process.
     """
     command = list(command[1:] if command[:1] == ["--"] else command)
-    fault = (
-        find_fault(
+    problem = (
+        find_problem(
             command, is_module, num_processes, devices_per_process, platform
         )
-        or _find_restart_fault(max_restarts, min_processes, num_processes)
-        or find_gpu_fault(os.environ, platform, num_processes + has_evaluator)
-        or _find_flags_fault(os.environ)
+        or _find_restart_problem(max_restarts, min_processes, num_processes)
+        or find_gpu_problem(os.environ, platform, num_processes + has_evaluator)
+        or _find_flags_problem(os.environ)
     )
-    if fault:
-        print(f"keras-strategies launch: {fault}", file=sys.stderr)
+    if problem:
+        print(f"keras-strategies launch: {problem}", file=sys.stderr)
         return _WRONG_ARGUMENTS
     words = [sys.executable, "-u", *(["-m"] if is_module else []), *command]
     # A secret that is generated for this job lets the processes authenticate
@@ -112,7 +112,7 @@ def launch(
     )
 
 
-def find_fault(
+def find_problem(
     command: Sequence[str],
     is_module: bool,
     num_processes: int,
@@ -146,12 +146,12 @@ def find_fault(
             f"{kind} is missing. Specify what the processes run, for example "
             "`keras-strategies launch --processes 2 train.py`."
         )
-    return _find_command_fault(command[0], is_module) or _find_limit_fault(
+    return _find_command_problem(command[0], is_module) or _find_limit_problem(
         num_processes
     )
 
 
-def _find_restart_fault(
+def _find_restart_problem(
     max_restarts: int, min_processes: int | None, num_processes: int
 ) -> str:
     if max_restarts < 0:
@@ -174,7 +174,7 @@ def _find_restart_fault(
     return ""
 
 
-def _find_command_fault(name: str, is_module: bool) -> str:
+def _find_command_problem(name: str, is_module: bool) -> str:
     if is_module:
         # Looks up only the root package, because searching in it would import
         # it.
@@ -201,14 +201,14 @@ def _find_command_fault(name: str, is_module: bool) -> str:
     return ""
 
 
-def _find_flags_fault(environ: Mapping[str, str]) -> str:
+def _find_flags_problem(environ: Mapping[str, str]) -> str:
     try:
         return read_flags(environ) and ""
     except ValueError as error:
         return str(error)
 
 
-def _find_limit_fault(num_processes: int) -> str:
+def _find_limit_problem(num_processes: int) -> str:
     import resource  # This module does not exist on Windows.
 
     needed = _FILES_PER_PROCESS * num_processes + _OTHER_FILES

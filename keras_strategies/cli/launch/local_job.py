@@ -206,7 +206,7 @@ class _Job:
     ) -> JobEnd:
         try:
             with self._record_signals():
-                fault = self._start(words, environments)
+                problem = self._start(words, environments)
                 while self._find_running():
                     self._collect_events()
                     self._act()
@@ -214,20 +214,20 @@ class _Job:
         finally:
             for child in self._children:
                 child.close(_SHOW_S)
-        if fault:
-            return JobEnd(code=1, text=fault, num_started=len(self._children))
+        if problem:
+            return JobEnd(code=1, text=problem, num_started=len(self._children))
         return self._conclude()
 
     def _start(
         self, words: Sequence[str], environments: Sequence[Mapping[str, str]]
     ) -> str:
-        fault = ""
+        problem = ""
         try:
             for index, environ in enumerate(environments):
                 out = self._output, self._names[index], self._progress
                 self._children.append(Child(index, words, environ, *out))
         except OSError as error:
-            fault = (
+            problem = (
                 f"process {len(self._children)} could not be started: {error}. "
                 "Start fewer processes, or check the limits of this machine "
                 "(`ulimit -a`)"
@@ -235,7 +235,7 @@ class _Job:
             self._follow((0.0, signal.SIGKILL))
         for child in self._children:
             child.show_output()
-        return fault
+        return problem
 
     @contextlib.contextmanager
     def _record_signals(self) -> Iterator[None]:
@@ -361,7 +361,7 @@ class _Job:
 
     def _conclude(self) -> JobEnd:
         """Determines why the job ended."""
-        cause, fault = find_first_cause(self._endings), self._output.fault
+        cause, problem = find_first_cause(self._endings), self._output.problem
         end = functools.partial(
             JobEnd,
             cause=cause,
@@ -371,14 +371,14 @@ class _Job:
         if self._is_interrupted:
             text = "interrupted"
             return end(code=ExitCode.INTERRUPTED, text=text, is_final=True)
-        if self._is_unread or (fault and cause is None):
-            code = _FAILED_OUTPUT if fault else _CLOSED_OUTPUT
-            return end(code=code, text=fault, is_final=True)
+        if self._is_unread or (problem and cause is None):
+            code = _FAILED_OUTPUT if problem else _CLOSED_OUTPUT
+            return end(code=code, text=problem, is_final=True)
         if cause is None:
             return end(code=0, is_final=True)
         text = _ENDS.get(cause.code) or cause.describe()
         code = cause.code if cause.code > 0 else 128 - cause.code
-        if fault:
-            text = f"{fault}; {text}"
-        is_final = bool(fault) or self._is_told_to_end
+        if problem:
+            text = f"{problem}; {text}"
+        is_final = bool(problem) or self._is_told_to_end
         return end(code=code, text=text, is_final=is_final)

@@ -46,7 +46,7 @@ class Output:
         return self._lock.locked()
 
     @property
-    def fault(self) -> str:
+    def problem(self) -> str:
         """The error that writing to stdout or stderr raised; "" if none did.
 
         A closed pipe (`| head`) does not count as an error.

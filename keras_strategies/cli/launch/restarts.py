@@ -75,7 +75,7 @@ class RestartRules:
             return f"the limit of {self._most} restarts is reached"
         if progress.has_trained and not progress.has_directory:
             return _CHECKPOINTS
-        reason = self._find_fault(end, progress)
+        reason = self._find_problem(end, progress)
         without = self._choose_omitted(end, progress, num_processes)
         if reason and without is None:
             return reason
@@ -86,7 +86,7 @@ class RestartRules:
             wait_s=self._back_off(progress),
         )
 
-    def _find_fault(self, end: JobEnd, progress: Progress) -> str:
+    def _find_problem(self, end: JobEnd, progress: Progress) -> str:
         """Returns what would happen again, because the script is at fault."""
         code = end.cause.code if end.cause else end.code
         is_error = end.cause is not None and end.cause.is_error

@@ -39,7 +39,7 @@ _SAME_CALLS = (
     "All processes must call fit, evaluate and predict, and iterate over "
     "datasets, in the same order and with the same number of epochs."
 )
-_CURE = "Compare the logs of all processes to find the call that differs."
+_FIX = "Compare the logs of all processes to find the call that differs."
 CREATING = "the creation of variables"
 """The name of the agreements about variables. Each of their first texts ends
 with a space and the description of a variable."""
@@ -50,7 +50,7 @@ SAME_VARIABLES = (
 )
 """The rule that agreements about variables check."""
 
-SAME_VARIABLES_CURE = (
+SAME_VARIABLES_FIX = (
     "Create the same layers, metrics and optimizers in all processes, with the "
     "same arguments, and freeze the same layers; create none in the chief "
     "alone."
@@ -299,13 +299,13 @@ class Agreement:
             if _is_compiling is not None and _is_compiling():
                 end = time.monotonic() + timeout_s
                 continue
-            rule, cure = _choose_rule([self._name])
+            rule, fix = _choose_rule([self._name])
             raise Stalled(
                 f"Process {process} did not take part in {self._name} "
                 f"within {timeout_s:.0f} s. {rule} Received: "
                 f"nothing from process {process} in round {number}; this "
                 f"process is in {_describe_call(self._name, self._sent)}. "
-                f"{cure} If that process has no error but needs more "
+                f"{fix} If that process has no error but needs more "
                 "time, for example to read its data, set the environment "
                 f"variable {TIMEOUT} to a larger number of seconds."
             )
@@ -325,19 +325,19 @@ def _describe_calls(
     processes: tuple[int, ...], messages: list[tuple[str, str]]
 ) -> str:
     """Describes the agreements, by name and text, that processes are in."""
-    rule, cure = _choose_rule([name for name, _ in messages])
+    rule, fix = _choose_rule([name for name, _ in messages])
     calls = ", ".join(
         f"{clean_text(_describe_call(*message))} (process {process})"
         for process, message in zip(processes, messages, strict=True)
     )
-    return f"{rule} Received: {calls}. {cure}"
+    return f"{rule} Received: {calls}. {fix}"
 
 
 def _choose_rule(names: list[str]) -> tuple[str, str]:
-    """Returns the broken rule and its cure for agreements of these names."""
+    """Returns the broken rule and its fix for agreements of these names."""
     if CREATING in names:
-        return SAME_VARIABLES, SAME_VARIABLES_CURE
-    return _SAME_CALLS, _CURE
+        return SAME_VARIABLES, SAME_VARIABLES_FIX
+    return _SAME_CALLS, _FIX
 
 
 def _describe_call(name: str, text: str) -> str:

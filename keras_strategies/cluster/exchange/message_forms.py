@@ -43,7 +43,7 @@ def is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < _MOST
 
 
-def fault_of(value: object, form: Form, name: str = "it") -> str | None:
+def problem_of(value: object, form: Form, name: str = "it") -> str | None:
     """Describes the first mismatch between a JSON value and a form.
 
     Returns None if the value has the form.
@@ -54,18 +54,18 @@ def fault_of(value: object, form: Form, name: str = "it") -> str | None:
       name: The value's name, for the returned text.
     """
     if isinstance(form, dict):
-        return _find_entry_fault(value, form, name)
+        return _find_entry_problem(value, form, name)
     if isinstance(form, list):
         if not isinstance(value, list):
             return f"{name} is not an array"
-        return _find_first_fault(value, form * len(value), name)
+        return _find_first_problem(value, form * len(value), name)
     if isinstance(form, tuple):
         if not isinstance(value, list) or len(value) != len(form):
             return f"{name} is not an array of {len(form)} values"
-        return _find_first_fault(value, form, name)
+        return _find_first_problem(value, form, name)
     if isinstance(form, Either):
-        faults = [fault_of(value, one, name) for one in form.forms]
-        return None if None in faults else faults[-1]
+        problems = [problem_of(value, one, name) for one in form.forms]
+        return None if None in problems else problems[-1]
     return None if _is_simple(value, form) else f"{name} has a wrong value"
 
 
@@ -85,12 +85,12 @@ def load_form(
 
     Raises:
       ValueError: if the text is not JSON of this form. The message describes
-        the fault, as `load_json`'s does.
+        the problem, as `load_json`'s does.
     """
     value = load_json(text, max_characters=max_characters, has_nan=has_nan)
-    fault = fault_of(value, form)
-    if fault is not None:
-        raise ValueError(fault)
+    problem = problem_of(value, form)
+    if problem is not None:
+        raise ValueError(problem)
     return value
 
 
@@ -130,7 +130,7 @@ def read_messages(
             raise RuntimeError(
                 f"The messages between processes about {about} must have the "
                 "expected structure. Received: a message from process "
-                f"{process}, with this fault: {error}. Use the same version "
+                f"{process}, with this problem: {error}. Use the same version "
                 "of keras_strategies in all processes, and make sure that no "
                 "other program can reach the job's port."
             ) from None
@@ -138,7 +138,7 @@ def read_messages(
     return received
 
 
-def _find_entry_fault(
+def _find_entry_problem(
     value: object, form: dict[str, Form], name: str
 ) -> str | None:
     if not isinstance(value, dict):
@@ -146,22 +146,22 @@ def _find_entry_fault(
     for key, inner in form.items():
         entry = key.removesuffix("?")
         if entry in value:
-            fault = fault_of(value[entry], inner, f"{name}[{entry!r}]")
+            problem = problem_of(value[entry], inner, f"{name}[{entry!r}]")
         else:
             is_optional = key != entry
-            fault = None if is_optional else f"{name} has no {entry!r}"
-        if fault is not None:
-            return fault
+            problem = None if is_optional else f"{name} has no {entry!r}"
+        if problem is not None:
+            return problem
     return None
 
 
-def _find_first_fault(
+def _find_first_problem(
     values: Sequence[Any], forms: Sequence[Form], name: str
 ) -> str | None:
     for index, (value, form) in enumerate(zip(values, forms, strict=True)):
-        fault = fault_of(value, form, f"{name}[{index}]")
-        if fault is not None:
-            return fault
+        problem = problem_of(value, form, f"{name}[{index}]")
+        if problem is not None:
+            return problem
     return None
 
 

@@ -33,7 +33,7 @@ _MAX_LINES = 20_000
 _MAX_SHOWN = 160
 _MAX_VALUES = 6
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-_CURE = (
+_FIX = (
     "Find what differs between the processes, such as the script, an "
     "environment variable, the order of a set, or a file that a layer reads."
 )
@@ -238,7 +238,7 @@ def _describe_difference(
     return (
         "All processes must run the same program. Received: traced programs "
         f"whose first different line is {first + 1} ({'; '.join(parts)}). "
-        f"{_CURE}"
+        f"{_FIX}"
     )
 
 

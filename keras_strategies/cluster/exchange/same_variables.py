@@ -21,7 +21,7 @@ from keras_strategies.cluster.exchange.greetings import clean_text
 from keras_strategies.cluster.exchange.host_exchange import (
     CREATING,
     SAME_VARIABLES,
-    SAME_VARIABLES_CURE,
+    SAME_VARIABLES_FIX,
     Agreement,
 )
 from keras_strategies.cluster.exchange.message_forms import (
@@ -207,7 +207,7 @@ def _describe_difference(
     )
     return (
         f"{SAME_VARIABLES} Received: {shown}. Likely cause: "
-        f"{_find_cause(others)}. {SAME_VARIABLES_CURE}"
+        f"{_find_cause(others)}. {SAME_VARIABLES_FIX}"
     )
 
 

@@ -36,14 +36,14 @@ class SimpleClusterResolver(ClusterResolver):
         num_accelerators: dict[str, int] | None = None,
         rpc_layer: str | None = None,
     ) -> None:
-        cure = (
+        fix = (
             "Create one with `ClusterSpec(jobs)`, where `jobs` is a dict or "
             "the `as_dict()` of a TensorFlow ClusterSpec."
         )
         kind = "a `ks.cluster_resolver.ClusterSpec`"
-        check_type("`cluster_spec`", cluster_spec, ClusterSpec, kind, cure)
-        cure = "Omit it, or pass an address."
-        check_type("`master`", master, str, "a str", cure)
+        check_type("`cluster_spec`", cluster_spec, ClusterSpec, kind, fix)
+        fix = "Omit it, or pass an address."
+        check_type("`master`", master, str, "a str", fix)
         self._cluster_spec = cluster_spec
         self._master = master
         self._task_type = task_type

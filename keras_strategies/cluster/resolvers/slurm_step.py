@@ -146,10 +146,10 @@ def _expand_ranges(text: str, hostlist: str) -> Iterator[str]:
             yield str(number).zfill(len(first))
 
 
-def _make_error(hostlist: str, fault: str) -> ValueError:
+def _make_error(hostlist: str, problem: str) -> ValueError:
     return ValueError(
-        f"Invalid hostlist format: {fault}. Received: {shorten(hostlist)}. It "
-        "is normally set by srun, for example to 'n[1-4],m5'. Check whether "
+        f"Invalid hostlist format: {problem}. Received: {shorten(hostlist)}. "
+        "It is normally set by srun, for example to 'n[1-4],m5'. Check whether "
         "something else also sets SLURM_STEP_NODELIST."
     )
 

@@ -212,12 +212,13 @@ def load_tf_config(text: str) -> dict[str, Any]:
     try:
         config = load_json(text.strip() or "{}", max_characters=MAX_CHARACTERS)
     except ValueError as error:
-        fault = str(error)
+        problem = str(error)
     else:
         return _check(config, dict, VARIABLE)
     raise ValueError(
         f"{VARIABLE} must be valid JSON with at most {MAX_CHARACTERS} "
-        f"characters, but {fault}. Received: {len(text)} characters. {_EXAMPLE}"
+        f"characters, but {problem}. Received: {len(text)} characters. "
+        f"{_EXAMPLE}"
     )
 
 

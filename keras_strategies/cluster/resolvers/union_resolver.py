@@ -54,10 +54,10 @@ class UnionResolver(ClusterResolver):
                 "At least one ClusterResolver is required. Pass the resolvers "
                 "to combine as positional arguments."
             )
-        cure = "Pass resolvers of `ks.cluster_resolver`."
+        fix = "Pass resolvers of `ks.cluster_resolver`."
         for resolver in resolvers:
             kind = "a `ClusterResolver`"
-            check_type("Each argument", resolver, ClusterResolver, kind, cure)
+            check_type("Each argument", resolver, ClusterResolver, kind, fix)
         self._resolvers = resolvers
         self._task_type = task_type
         self._task_id = task_id

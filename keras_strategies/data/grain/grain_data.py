@@ -149,8 +149,8 @@ class _MapBatches:
 
         def read(start: int, stop: int) -> Tree:
             read = stacked.read([*range(first + start, first + stop)])
-            cure = "Pad the rows before `.batch(...)`."
-            return _to_arrays(stack_rows(read, cure))
+            fix = "Pad the rows before `.batch(...)`."
+            return _to_arrays(stack_rows(read, fix))
 
         return self._process_rows.make_part(read, rows, cut, self._checksum)
 

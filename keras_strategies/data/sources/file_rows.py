@@ -127,8 +127,8 @@ class RecordRows:
         path, index = items[0].path, items[0].index
         where = f", from {path}, starting with record {index}"
         rows = [self._parse(item) for item in items]
-        cure = "Pad the rows in `parse`, or in the reader that yields them."
-        return stack_rows(rows, cure, where)
+        fix = "Pad the rows in `parse`, or in the reader that yields them."
+        return stack_rows(rows, fix, where)
 
     def _parse(self, record: _Record) -> Tree:
         if self._data.parse is None:

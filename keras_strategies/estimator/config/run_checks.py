@@ -51,10 +51,10 @@ def check_fields(config: Any) -> None:
     """Raises ValueError or TypeError for the first field that is invalid."""
     _check_model_dir(config.model_dir)
     for name, bounds in _NUMBERS.items():
-        cure = "Pass a valid number, or None."
-        check_number(f"`{name}`", getattr(config, name), cure, **bounds)
-    for name, (default, cure) in _WITHOUT_MEANING.items():
-        check_unsupported(name, getattr(config, name), cure, default)
+        fix = "Pass a valid number, or None."
+        check_number(f"`{name}`", getattr(config, name), fix, **bounds)
+    for name, (default, fix) in _WITHOUT_MEANING.items():
+        check_unsupported(name, getattr(config, name), fix, default)
     for name in ("train_distribute", "eval_distribute"):
         _check_strategy(name, getattr(config, name))
 
@@ -62,7 +62,7 @@ def check_fields(config: Any) -> None:
 def check_unsupported(
     name: str,
     value: object,
-    cure: str,
+    fix: str,
     default: object = None,
     error: type[Exception] = ValueError,
 ) -> None:
@@ -70,7 +70,7 @@ def check_unsupported(
     if value is not default:
         raise error(
             f"`{name}` is not supported on JAX. Received: {name}="
-            f"{shorten(value)}. Omit it. {cure}"
+            f"{shorten(value)}. Omit it. {fix}"
         )
 
 
@@ -101,8 +101,8 @@ def check_trains(config: Any, num_processes: int) -> None:
 
 
 def _check_model_dir(directory: object) -> None:
-    cure = "Pass a str or a `pathlib.Path`."
-    check_type("`model_dir`", directory, str | None, "a path", cure)
+    fix = "Pass a str or a `pathlib.Path`."
+    check_type("`model_dir`", directory, str | None, "a path", fix)
     if directory == "":
         raise ValueError(
             "model_dir should be non-empty. Received: ''. Pass a path, or "
@@ -116,11 +116,11 @@ def _check_strategy(name: str, strategy: object) -> None:
     if not isinstance(strategy, Strategy):
         kind = type(strategy)
         received = f"an object of type {kind.__module__}.{kind.__name__}"
-        cure = "Use, for example, `ks.MirroredStrategy()`."
+        fix = "Use, for example, `ks.MirroredStrategy()`."
         if isinstance(strategy, type) and issubclass(strategy, Strategy):
             received = f"the class {strategy.__name__}"
-            cure = f"Pass an instance of it: `{strategy.__name__}()`."
+            fix = f"Pass an instance of it: `{strategy.__name__}()`."
         raise TypeError(
             f"`{name}` must be a strategy of keras_strategies. Received: "
-            f"{received}. {cure}"
+            f"{received}. {fix}"
         )

@@ -77,8 +77,8 @@ def parse_cluster(text: str, *, needs_chief: bool) -> dict[str, Any]:
 
 def _read_service(raw: dict[str, Any]) -> dict[str, Any] | None:
     name, service = f'"service" in {VARIABLE}', raw.get("service")
-    cure = "Set it to a JSON object, or omit it."
-    check_type(name, service, dict | None, "a dict", cure)
+    fix = "Set it to a JSON object, or omit it."
+    check_type(name, service, dict | None, "a dict", fix)
     return service
 
 

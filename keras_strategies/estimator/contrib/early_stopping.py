@@ -328,8 +328,8 @@ def _make_hook(
     every: tuple[float | None, int | None],
 ) -> keras.callbacks.Callback:
     """Returns a hook that stops training once `rule` holds for a metric."""
-    what, cure = "the name of a result", "Pass a name, such as 'accuracy'."
-    check_type("`metric_name`", name, str, what, cure)
+    what, fix = "the name of a result", "Pass a name, such as 'accuracy'."
+    check_type("`metric_name`", name, str, what, fix)
     _check_integer("`min_steps`", min_steps)
 
     def should_stop() -> bool:

@@ -105,17 +105,17 @@ def _check_options(
             f"`checkpoint_format` must be one of {_FORMATS}. Received: "
             f"{shorten(checkpoint_format)}. Omit it, because it has no effect."
         )
-    cure = "An exported model returns the outputs of the Keras model."
-    check_unsupported("export_outputs", export_outputs, cure)
+    fix = "An exported model returns the outputs of the Keras model."
+    check_unsupported("export_outputs", export_outputs, fix)
     what = "a dict from names of results to new names"
-    cure = "Pass a dict such as {'acc': 'accuracy'}."
+    fix = "Pass a dict such as {'acc': 'accuracy'}."
     name, names = "`metric_names_map`", metric_names_map
-    check_type(name, names, Mapping | None, what, cure)
+    check_type(name, names, Mapping | None, what, fix)
 
 
 def _save(model: keras.Model, path: str) -> None:
-    cure = "Pass a `keras.Model`."
-    check_type("`keras_model`", model, keras.Model, "a Keras model", cure)
+    fix = "Pass a `keras.Model`."
+    check_type("`keras_model`", model, keras.Model, "a Keras model", fix)
     _check_compiled(model)
     if not model.built:
         raise ValueError(
@@ -140,8 +140,8 @@ def _check_compiled(model: keras.Model) -> None:
 
 
 def _copy(source: Any, path: str) -> None:
-    cure = "Pass a `.keras` file."
-    check_type("`keras_model_path`", source, (str, os.PathLike), "a path", cure)
+    fix = "Pass a `.keras` file."
+    check_type("`keras_model_path`", source, (str, os.PathLike), "a path", fix)
     if pathlib.Path(source).suffix != _SUFFIX:
         raise ValueError(
             "`keras_model_path` must be a `.keras` file. Received: "

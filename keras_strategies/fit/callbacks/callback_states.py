@@ -173,12 +173,13 @@ def _set_state(callback: Any, state: State) -> None:
 
 
 def _check(callback: object, state: object, form: message_forms.Form) -> None:
-    fault = message_forms.fault_of(state, form)
-    if fault is not None:
+    problem = message_forms.problem_of(state, form)
+    if problem is not None:
         raise ValueError(
             "A callback can only resume from the state of a callback of the "
             "same class. Received: an invalid state for "
-            f"`{type(callback).__name__}` ({fault}). Use an earlier checkpoint."
+            f"`{type(callback).__name__}` ({problem}). Use an earlier "
+            "checkpoint."
         )
 
 

@@ -141,11 +141,11 @@ def _advise_on_size(step: PlannedStep, total: float, has_remat: bool) -> str:
     if memory.get("activations", 0) > _MUCH * total:
         if step.most_rows:
             return f"At most {step.most_rows} rows per replica fit."
-        cure = "use a layout with a model axis, such as 'model:4'"
+        fix = "use a layout with a model axis, such as 'model:4'"
         if not has_remat:
-            cure = (
+            fix = (
                 "create its blocks in a `keras.RematScope` (without `Dropout`, "
-                f"which Keras cannot rematerialize), or {cure}"
+                f"which Keras cannot rematerialize), or {fix}"
             )
-        return f"One row needs too much memory. To fit the model, {cure}."
+        return f"One row needs too much memory. To fit the model, {fix}."
     return "Use devices with more memory, or shard the state."

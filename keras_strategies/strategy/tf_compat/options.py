@@ -7,7 +7,7 @@ from typing import Any
 from keras_strategies.cluster.checks import check_number
 
 _MAX_SECONDS = 7 * 24 * 3600
-_CURE = "Omit it to use the default."
+_FIX = "Omit it to use the default."
 
 
 class CommunicationImplementation(enum.Enum):
@@ -66,7 +66,7 @@ class CommunicationOptions:
     implementation: Any = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
-        check_number("`bytes_per_pack`", self.bytes_per_pack, _CURE, least=0)
+        check_number("`bytes_per_pack`", self.bytes_per_pack, _FIX, least=0)
         if self.timeout_seconds is not None:
             check_seconds("timeout_seconds", self.timeout_seconds)
         name = getattr(self.implementation, "value", self.implementation)
@@ -133,7 +133,7 @@ def check_seconds(name: str, value: object) -> None:
     check_number(
         f"`{name}`",
         value,
-        _CURE,
+        _FIX,
         above=0,
         most=_MAX_SECONDS,
         is_whole=False,

@@ -37,7 +37,7 @@ def changed(**entries):
 
 
 @pytest.mark.parametrize(
-    ("text", "fault"),
+    ("text", "problem"),
     [
         (b"", "not a valid document: Expecting value"),
         (b"[" * 100_000, "nested too deeply"),
@@ -55,9 +55,9 @@ def changed(**entries):
     ],
     ids=lambda value: str(value[:30]),
 )
-def test_what_is_no_document_is_damage(tmp_path, text, fault):
+def test_what_is_no_document_is_damage(tmp_path, text, problem):
     write(tmp_path, text)
-    with pytest.raises(DamagedCheckpoint, match=fault):
+    with pytest.raises(DamagedCheckpoint, match=problem):
         documents.read_document(tmp_path)
 
 

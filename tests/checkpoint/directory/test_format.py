@@ -316,13 +316,13 @@ def test_damaged_checkpoint_is_refused_and_the_one_before_used(
     text = str(caught.value)
     assert text.startswith(f"The checkpoint {path} is damaged: ")
     assert damage.names in text
-    assert damage.names in caught.value.fault
+    assert damage.names in caught.value.problem
     assert text.isprintable()
     assert text.endswith(".")
     assert caught.value.path == path
-    good, faults = find_newest_good(directory)
+    good, problems = find_newest_good(directory)
     assert good.step == 3
-    assert [str(fault) for fault in faults] == [text]
+    assert [str(problem) for problem in problems] == [text]
     assert verify(directory / "3") == good
     if damage.is_quick:
         with pytest.raises(DamagedCheckpoint, match="is damaged"):
@@ -336,13 +336,13 @@ def test_newest_good_is_the_newest(directory):
     assert find_newest_good(directory / "none") == (None, [])
 
 
-def test_without_a_good_one_all_faults_are_told(directory):
+def test_without_a_good_one_all_problems_are_told(directory):
     (directory / "3" / MANIFEST).unlink()
     flip(find(directory / "12", "state/d/*"))
-    good, faults = find_newest_good(directory)
+    good, problems = find_newest_good(directory)
     assert good is None
-    assert [fault.path.name for fault in faults] == ["12", "3"]
-    assert [fault.file for fault in faults][1] == MANIFEST
+    assert [problem.path.name for problem in problems] == ["12", "3"]
+    assert [problem.file for problem in problems][1] == MANIFEST
 
 
 def test_pipe_that_takes_a_files_place_does_not_block(directory):
@@ -377,7 +377,7 @@ def test_deleted_while_it_is_read_is_said(directory):
     text = "no checkpoint of step 12 in .*Available steps"
     with pytest.raises(DamagedCheckpoint, match=text) as caught:
         verify(path)
-    assert caught.value.fault == "the folder does not exist"
+    assert caught.value.problem == "the folder does not exist"
 
 
 def test_other_errors_while_it_is_read_are_kept(directory):

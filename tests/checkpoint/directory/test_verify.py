@@ -112,14 +112,14 @@ def test_a_hostile_file_is_named_or_the_numbers_are_right(
     try:
         for odd in [*ODD, *inputs([text.decode()], 60, 1, is_text=False)]:
             path.write_bytes(odd)
-            found, fault = try_to(read, directory)
-            if fault is None:
+            found, problem = try_to(read, directory)
+            if problem is None:
                 for array, expected in zip(found, right, strict=True):
                     np.testing.assert_array_equal(array, expected)
                 continue
             num_refused += 1
-            assert "state" in fault
-            assert len(fault) < 3000
+            assert "state" in problem
+            assert len(problem) < 3000
     finally:
         path.write_bytes(text)
         gc.collect()

@@ -117,7 +117,7 @@ def test_json_says_the_same(directory, capsys):
     assert first["facts"]["logs"]["val_loss"] == "NaN"
     assert first["contents"]["model"] == {"num_arrays": 2, "num_values": 72}
     assert last["state"] == "damaged"
-    assert last["fault"].startswith("manifest.json: it is missing")
+    assert last["problem"].startswith("manifest.json: it is missing")
     assert [left["name"] for left in said["left_behind"]] == [
         "1.deleting-ab",
         "24.orbax-checkpoint-tmp",
@@ -173,8 +173,8 @@ def test_checkpoint_deleted_meanwhile_is_left_out(directory):
 def test_link_is_shown_as_damaged(directory, tmp_path):
     shutil.move(directory / "12", tmp_path / "elsewhere")
     (directory / "12").symlink_to(tmp_path / "elsewhere")
-    faults = {e.step: e.fault for e in look_at(str(directory)).damaged}
-    assert faults[12] == "it is a symbolic link, not a folder"
+    problems = {e.step: e.problem for e in look_at(str(directory)).damaged}
+    assert problems[12] == "it is a symbolic link, not a folder"
 
 
 def test_empty_directory_says_so(tmp_path, capsys):

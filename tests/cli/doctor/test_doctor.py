@@ -63,7 +63,7 @@ def wrong(part):
     return [
         f"{finding.level.value}: {finding.text} {finding.fix}"
         for finding in part.findings
-        if finding.level in (Level.FAULT, Level.WARNING)
+        if finding.level in (Level.PROBLEM, Level.WARNING)
     ]
 
 
@@ -166,10 +166,10 @@ def test_what_jax_refuses_is_a_finding(environ, expected):
         f
         for part in report["parts"]
         for f in part["findings"]
-        if f["level"] == "fault"
+        if f["level"] == "problem"
     ]
     assert expected in f"{found['text']} {found['fix']}"
-    assert report["summary"] == "1 fault"
+    assert report["summary"] == "1 problem"
 
 
 def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
@@ -246,7 +246,7 @@ def test_packages_of_other_versions_are_found(changed, python, expected):
     for text, part in zip(found, expected, strict=True):
         assert part in text
         is_newer = "is newer" in part
-        assert text.startswith("warning" if is_newer else "fault")
+        assert text.startswith("warning" if is_newer else "problem")
 
 
 def test_missing_extras_are_named(monkeypatch):
@@ -261,8 +261,8 @@ def test_missing_extras_are_named(monkeypatch):
     [
         ({}, []),
         ({"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}, []),
-        ({"KERAS_BACKEND": "torch"}, ["fault: KERAS_BACKEND is 'torch'"]),
-        ({"KERAS_NNX_ENABLED": "1"}, ["fault: KERAS_NNX_ENABLED is on"]),
+        ({"KERAS_BACKEND": "torch"}, ["problem: KERAS_BACKEND is 'torch'"]),
+        ({"KERAS_NNX_ENABLED": "1"}, ["problem: KERAS_NNX_ENABLED is on"]),
         ({"KERAS_NNX_ENABLED": "false"}, []),
         (
             {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"},
@@ -270,7 +270,7 @@ def test_missing_extras_are_named(monkeypatch):
         ),
         (
             {"XLA_FLAGS": "--xla_force_host_platform_device_count=many"},
-            ["fault: XLA_FLAGS sets the number of virtual devices"],
+            ["problem: XLA_FLAGS sets the number of virtual devices"],
         ),
         (
             {
@@ -281,23 +281,23 @@ def test_missing_extras_are_named(monkeypatch):
         ),
         (
             {"XLA_FLAGS": "--xla_dump_to='a"},
-            ["fault: XLA_FLAGS must consist of flags"],
+            ["problem: XLA_FLAGS must consist of flags"],
         ),
         (
             {"XLA_FLAGS": "/no/such/file"},
-            ["fault: XLA_FLAGS must contain flags, or name a file"],
+            ["problem: XLA_FLAGS must contain flags, or name a file"],
         ),
         ({"KERAS_STRATEGIES_PROFILE": "10:13"}, []),
         ({"KERAS_STRATEGIES_PROFILE": ""}, []),
         (
             {"KERAS_STRATEGIES_PROFILE": "junk"},
-            ["fault: KERAS_STRATEGIES_PROFILE must be the first and the last"],
+            ["problem: KERAS_STRATEGIES_PROFILE must be the first and the"],
         ),
         ({"KERAS_STRATEGIES_TIMEOUT_S": "60"}, []),
         *(
             (
                 {"KERAS_STRATEGIES_TIMEOUT_S": text},
-                ["fault: The environment variable KERAS_STRATEGIES_TIMEOUT_S"],
+                ["problem: The environment variable KERAS_STRATEGIES_TIMEOUT"],
             )
             for text in ("nan", "0", "-1", "soon", "")
         ),
@@ -398,7 +398,7 @@ def test_launcher_is_named_as_the_one_who_set_tf_config():
         *(
             (
                 {"TF_CONFIG": tf_config(["localhost:1", "b:1"], index)},
-                "fault: The variables of TF_CONFIG are not valid: All "
+                "problem: The variables of TF_CONFIG are not valid: All "
                 "processes must be able to reach process 0",
             )
             for index in (0, 1)
@@ -449,7 +449,7 @@ def test_address_of_the_coordinator_in_use():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         levels, text = found_at(0, address)
-        assert levels == [Level.FAULT]
+        assert levels == [Level.PROBLEM]
         assert "Another process listens" in text
         assert address in text
         assert found_at(1, address)[0] == [Level.GOOD]
@@ -462,7 +462,7 @@ def test_address_of_the_coordinator_that_nobody_listens_at():
     assert "no process listens at" in found_at(1, address)[1]
     # Others are on other machines, and 127.0.0.1 is each machine's own.
     levels, text = found_at(0, address)
-    assert levels == [Level.GOOD, Level.FAULT]
+    assert levels == [Level.GOOD, Level.PROBLEM]
     assert "processes on other machines cannot reach" in text
 
 
@@ -479,7 +479,7 @@ def test_address_of_the_coordinator_that_is_wrong(
     process_id, address, expected
 ):
     levels, text = found_at(process_id, address)
-    assert levels == [Level.FAULT]
+    assert levels == [Level.PROBLEM]
     assert expected in text
 
 
@@ -495,7 +495,7 @@ def test_coordinator_that_does_not_answer(monkeypatch):
             waiting.setblocking(False)
             waiting.connect_ex(server.getsockname())
         levels, text = found_at(1, f"127.0.0.1:{server.getsockname()[1]}")
-    assert levels == [Level.FAULT]
+    assert levels == [Level.PROBLEM]
     assert "cannot be reached within" in text
     assert "firewall" in text
 
@@ -503,7 +503,7 @@ def test_coordinator_that_does_not_answer(monkeypatch):
 # Several processes.
 
 
-def test_an_address_at_which_all_have_met_is_no_fault(monkeypatch):
+def test_an_address_at_which_all_have_met_is_no_problem(monkeypatch):
     address = f"127.0.0.1:{find_free_ports(1)[0]}"
     environ = {"TF_CONFIG": tf_config([address, "127.0.0.2:1"], 0)}
     expected = "processes on other machines cannot reach"
@@ -521,7 +521,7 @@ def test_an_address_at_which_all_have_met_is_no_fault(monkeypatch):
 
 
 def test_a_secret_is_looked_at_and_not_shown():
-    for text, level in (("too small", [Level.FAULT]), ("x" * 40, [])):
+    for text, level in (("too small", [Level.PROBLEM]), ("x" * 40, [])):
         environ = {"KERAS_STRATEGIES_SECRET": text}
         part = installed.check_variables(environ, num_cores=2)
         assert [finding.level for finding in part.findings] == level
@@ -641,11 +641,11 @@ def test_process_that_does_not_come_is_named(process_id):
 )
 def test_end_of_the_probe_is_explained(told, end, environ, expected):
     (found,) = run_probe._check_end(told, end, environ)
-    assert found.level is Level.FAULT
+    assert found.level is Level.PROBLEM
     assert expected in f"{found.text} {found.fix}"
 
 
-def test_unequal_devices_and_wrong_sums_are_faults():
+def test_unequal_devices_and_wrong_sums_are_problems():
     (found,) = run_probe._check_counts([2, 2, 1])
     assert "2, 2, 1" in found.text
     answer = {"sums": [["4 bytes", "1 ms", True], ["4 MiB", "9 ms", False]]}
@@ -667,14 +667,14 @@ def test_worst_is_told_first():
                     findings.good("g"),
                     findings.warning("w", "x"),
                     findings.warning("v", "x"),
-                    findings.fault("f", "x"),
+                    findings.problem("f", "x"),
                 ),
             ),
         ),
     )
     assert [finding.text for finding in report.findings] == list("fwvg")
-    assert report.summary == "1 fault, 2 warnings"
-    assert report.has_faults
+    assert report.summary == "1 problem, 2 warnings"
+    assert report.has_problems
 
 
 ORDERS = "\x1b[31m\x07\x9b2J\u202e\x08\udcff"
@@ -710,7 +710,7 @@ def test_a_terminal_gets_no_orders_from_the_environment(environ, shown):
 
 
 def test_a_terminal_gets_no_orders_from_a_child():
-    finding = findings.fault(f"Its last line: {ORDERS}", ORDERS)
+    finding = findings.problem(f"Its last line: {ORDERS}", ORDERS)
     assert (finding.text + finding.fix).isprintable()
 
 
@@ -725,8 +725,8 @@ def test_version_is_printed(capsys):
 
 def test_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["cure"])
-    assert "cure" in capsys.readouterr().err
+        main(["fix"])
+    assert "fix" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -105,10 +105,10 @@ def test_versions_and_gpus_are_shown(host):
     assert not part.findings
 
 
-def test_plugin_of_another_version_is_a_fault(host):
+def test_plugin_of_another_version_is_a_problem(host):
     part = host({}, installed=INSTALLED | {"jax-cuda12-plugin": "0.10.1"})
     (finding,) = part.findings
-    assert finding.level is Level.FAULT
+    assert finding.level is Level.PROBLEM
     assert "0.10.1 does not match jaxlib 0.10.2" in finding.text
     assert finding.fix == "pip install 'jax-cuda12-plugin==0.10.2'"
 
@@ -138,11 +138,11 @@ def test_gpus_of_a_process_are_those_that_it_will_take(host):
     assert cpu.rows[-1][0] == "GPUs"
 
 
-def test_processes_that_would_share_a_gpu_are_a_fault(host):
+def test_processes_that_would_share_a_gpu_are_a_problem(host):
     environ = torchrun(1, 1, 8, 8)
     info = task_info(TorchrunClusterResolver(environ=environ))
     (finding,) = host(environ, info).findings
-    assert finding.level is Level.FAULT
+    assert finding.level is Level.PROBLEM
     assert "4 visible GPUs for 8 processes on this host." in finding.text
     assert finding.fix.startswith("Start fewer processes")
 

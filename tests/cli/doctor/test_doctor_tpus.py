@@ -89,7 +89,7 @@ def test_tensorflow_that_holds_the_tpu_is_named(host, chip):
     assert dict(part.rows)["held by"] == "Process 41 (python3, with TensorFlow)"
     finding, package_finding = part.findings
     assert package_finding.level is Level.NOTE
-    assert finding.level is Level.FAULT
+    assert finding.level is Level.PROBLEM
     assert "Process 41 (python3, with TensorFlow) holds the TPU" in finding.text
     assert "`kill 41`" in finding.fix
     assert "TPU_LOAD_LIBRARY=0" in finding.fix
@@ -107,7 +107,7 @@ def test_the_holder_of_the_lock_is_named(host):
     assert host.check({"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}) is None
     host.add_chips("accel0")
     (finding,) = host.check({"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}).findings
-    assert finding.level is Level.FAULT
+    assert finding.level is Level.PROBLEM
 
 
 def test_processes_may_share_a_host(host):

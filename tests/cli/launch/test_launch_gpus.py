@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_strategies.cli.launch.gpus import assign_gpus, find_gpu_fault
+from keras_strategies.cli.launch.gpus import assign_gpus, find_gpu_problem
 from keras_strategies.cli.launch.launch import (
     make_environments,
     make_task_names,
@@ -88,13 +88,13 @@ def test_processes_take_different_gpus(dev, environ, options, expected):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_faults_are_found_before_a_process_starts(
+def test_problems_are_found_before_a_process_starts(
     dev, environ, platform, count, text
 ):
-    fault = find_gpu_fault(environ, platform, count, dev)
-    assert text in fault
-    assert bool(fault) == bool(text)
-    assert "\n" not in fault
+    problem = find_gpu_problem(environ, platform, count, dev)
+    assert text in problem
+    assert bool(problem) == bool(text)
+    assert "\n" not in problem
 
 
 def test_hidden_gpus_are_one_line(tmp_path):

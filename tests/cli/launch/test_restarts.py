@@ -256,7 +256,7 @@ print(f"done in run {run}")
 
 
 @pytest.mark.parametrize(
-    "fault",
+    "problem",
     [
         pytest.param(
             "os.kill(os.getpid(), signal.SIGSEGV)", marks=pytest.mark.slow
@@ -266,13 +266,13 @@ print(f"done in run {run}")
     ids=["signal", "error"],
 )
 @pytest.mark.multi_process
-def test_a_job_continues_without_a_process_that_cannot_start(tmp_path, fault):
+def test_a_job_continues_without_a_process_that_cannot_start(tmp_path, problem):
     script = script_in(
         tmp_path,
         SCRIPT
         + f"""
 if index == 1 and count == 3:
-    {fault}
+    {problem}
 if count == 3:
     signal.pause()
 """,
@@ -334,7 +334,7 @@ def test_gpus_of_the_process_left_out_are_not_used():
 
 
 @pytest.mark.parametrize(
-    ("words", "fault"),
+    ("words", "problem"),
     [
         (["--max-restarts", "-1"], "--max-restarts must be 0 or more"),
         (["--min-processes", "1"], "--min-processes needs --max-restarts"),
@@ -346,6 +346,6 @@ def test_gpus_of_the_process_left_out_are_not_used():
         (["--max-restarts", "1", "--min-processes", "0"], "Received: 0"),
     ],
 )
-def test_wrong_arguments(capsys, words, fault):
+def test_wrong_arguments(capsys, words, problem):
     assert main(["launch", *words, __file__]) == 2
-    assert fault in capsys.readouterr().err
+    assert problem in capsys.readouterr().err

@@ -7,8 +7,8 @@ import pytest
 from keras_strategies.cluster.array_kinds import is_shape, parse_dtype
 from keras_strategies.cluster.exchange.message_forms import (
     Either,
-    fault_of,
     is_count,
+    problem_of,
     read_messages,
 )
 
@@ -35,20 +35,20 @@ pytestmark = pytest.mark.quick
         (parse_dtype, ["bool"], ["float", "<U999999999", "x" * 99, "os"]),
     ],
 )
-def test_only_what_has_the_form_has_no_fault(form, good, bad):
-    assert [fault_of(value, form) for value in good] == [None] * len(good)
-    assert all(fault_of(value, form) for value in bad)
+def test_only_what_has_the_form_has_no_problem(form, good, bad):
+    assert [problem_of(value, form) for value in good] == [None] * len(good)
+    assert all(problem_of(value, form) for value in bad)
 
 
-def test_a_fault_is_named_by_its_place():
+def test_a_problem_is_named_by_its_place():
     form = {"rows": [{"a": int}]}
-    fault = fault_of({"rows": [{"a": 1}, {"a": "x" * 9999}]}, form)
-    assert fault == "it['rows'][1]['a'] has a wrong value"
-    assert fault_of({"rows": [{}]}, form) == "it['rows'][0] has no 'a'"
+    problem = problem_of({"rows": [{"a": 1}, {"a": "x" * 9999}]}, form)
+    assert problem == "it['rows'][1]['a'] has a wrong value"
+    assert problem_of({"rows": [{}]}, form) == "it['rows'][0] has no 'a'"
 
 
 @pytest.mark.parametrize(
-    ("text", "fault"),
+    ("text", "problem"),
     [
         ("", "line 1, column 1"),
         ("[" * 400 + "]" * 400, "nested too deeply"),
@@ -59,7 +59,7 @@ def test_a_fault_is_named_by_its_place():
     ],
     ids=lambda text: text[:20],
 )
-def test_what_a_process_says_otherwise_is_named(text, fault):
+def test_what_a_process_says_otherwise_is_named(text, problem):
     texts = ['{"rows": 2}', text]
     with pytest.raises(RuntimeError) as caught:
         read_messages(
@@ -72,7 +72,7 @@ def test_what_a_process_says_otherwise_is_named(text, fault):
     message = str(caught.value)
     assert "about the data of `fit`" in message
     assert "process 4" in message
-    assert fault in message
+    assert problem in message
     assert len(message) < 400
 
 

@@ -128,9 +128,9 @@ def test_a_program_that_does_not_fit_is_compiled_once(tmp_path):
 
 
 def test_another_error_is_raised_and_not_kept(tmp_path):
-    lowered = Lowered(double, "INTERNAL: a fault")
+    lowered = Lowered(double, "INTERNAL: a problem")
     for _ in range(2):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="a fault"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="a problem"):
             compiled(lowered, tmp_path)
     assert os.listdir(tmp_path) == []
 

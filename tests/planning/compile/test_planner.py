@@ -385,14 +385,14 @@ def test_loops_of_unknown_length_are_named():
     assert "turns" not in row.advice
 
 
-def test_a_fault_of_the_compiler_is_a_row_of_its_own():
+def test_a_problem_of_the_compiler_is_a_row_of_its_own():
     rows, _ = plan(
-        Step(of_row=1, error="INTERNAL: a fault\nof many lines"),
+        Step(of_row=1, error="INTERNAL: a problem\nof many lines"),
         Step(of_row=1, error="RESOURCE_EXHAUSTED: somehow"),
         Step(of_row=1),
     )
     assert [row.fits for row in rows] == [False, False, True]
-    assert rows[0].error == "INTERNAL: a fault"
+    assert rows[0].error == "INTERNAL: a problem"
     assert rows[1].error == "RESOURCE_EXHAUSTED: somehow"
 
 
