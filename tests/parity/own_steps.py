@@ -127,7 +127,7 @@ class OwnStep(keras.Model):
         self.optimizer.apply(
             self.change_gradients(grads), self.trainable_variables
         )
-        return {"loss": loss}
+        return {"objective": loss}
 
     def change_gradients(self, grads):
         return grads
@@ -211,7 +211,7 @@ class ByStrategy(OwnStep):
             lambda: self.compute_loss(x, y, self(x)), variables
         )()
         self.optimizer.apply(grads, variables)
-        return {"loss": loss}
+        return {"objective": loss}
 
 
 @means
@@ -224,7 +224,7 @@ class ApplyGradients(OwnStep):
         self.optimizer.apply_gradients(
             zip(grads, self.trainable_variables, strict=True)
         )
-        return {"loss": loss, "double": 2 * loss}
+        return {"objective": loss, "double": 2 * loss}
 
 
 @means
@@ -246,7 +246,7 @@ class ByHand(OwnStep):
         self.optimizer.apply(
             [kernel, ops.mean(error, axis=0)], self.trainable_variables
         )
-        return {"loss": ops.mean(ops.square(error))}
+        return {"objective": ops.mean(ops.square(error))}
 
 
 @means
@@ -263,7 +263,7 @@ class PlainDescent(OwnStep):
         for variable, grad in zip(self.trainable_variables, grads, strict=True):
             variable.assign(variable * 0.999 - rate * grad)
         self.steps.assign_add(1.0)
-        return {"loss": loss, "rate": ops.convert_to_tensor(rate)}
+        return {"objective": loss, "rate": ops.convert_to_tensor(rate)}
 
 
 @means
@@ -288,7 +288,7 @@ class Accumulated(OwnStep):
             variable.assign_sub(step)
             total.assign(ops.where(is_due, 0.0, total.value))
         self.steps.assign_add(1)
-        return {"loss": loss}
+        return {"objective": loss}
 
 
 @means
@@ -344,7 +344,7 @@ class TwoOptimizers(OwnStep):
         self.second.apply(
             grads[len(net_variables) :], self.head.trainable_variables
         )
-        return {"loss": loss}
+        return {"objective": loss}
 
 
 @means
@@ -375,4 +375,4 @@ class SeveralUpdates(OwnStep):
         self.optimizer.apply(grads, self.trainable_variables)
         second, grads = self.by_jax(lambda: self.loss_of(x, y))
         self.optimizer.apply(grads, self.trainable_variables)
-        return {"loss": loss, "second": second}
+        return {"objective": loss, "second": second}

@@ -190,7 +190,7 @@ class MeanVae(Vae):
         (loss, kl), grads = ks.value_and_grad(loss_of, variables, True)()
         self.optimizer.apply(grads, variables)
         self.kl.update_state(kl)
-        return {"loss": loss, "kl": self.kl.result()}
+        return {"objective": loss, "kl": self.kl.result()}
 
 
 @others

@@ -101,7 +101,7 @@ class LowestLoss(OwnStep):
 
     def step(self, x, y):
         logs = super().step(x, y)
-        self.lowest.assign(ops.minimum(self.lowest, logs["loss"]))
+        self.lowest.assign(ops.minimum(self.lowest, logs["objective"]))
         return logs
 
 
@@ -130,7 +130,7 @@ class SkipsLargeLosses(OwnStep):
         is_small = ops.cast(loss < 1.2, "float32")
         grads = [is_small * g for g in grads]
         self.optimizer.apply(grads, self.trainable_variables)
-        return {"loss": loss}
+        return {"objective": loss}
 
 
 @others
@@ -245,7 +245,7 @@ class BatchNorm(OwnStep):
         variables = self.trainable_variables
         loss, grads = ks.value_and_grad(lambda: self.loss_of(x, y), variables)()
         self.optimizer.apply(grads, variables)
-        return {"loss": loss}
+        return {"objective": loss}
 
 
 @means
@@ -310,7 +310,7 @@ class ScaledByHand(ScaledLoss):
         )
         for variable, grad in zip(self.trainable_variables, grads, strict=True):
             variable.assign_sub(0.1 * grad / 8)
-        return {"loss": loss}
+        return {"objective": loss}
 
 
 @others
@@ -328,4 +328,4 @@ class ScaledByOther(ScaledLoss):
             lambda: self.optimizer.scale_loss(self.loss_of(x, y))
         )
         self.second.apply(grads, self.trainable_variables)
-        return {"loss": loss}
+        return {"objective": loss}

@@ -100,7 +100,7 @@ class Sam(OwnStep):
         for variable, value in zip(variables, start, strict=True):
             variable.assign(value)
         self.optimizer.apply(grads, variables)
-        return {"loss": loss}
+        return {"objective": loss}
 
 
 @others
@@ -121,7 +121,7 @@ class Maml(OwnStep):
         start = [v.value for v in self.trainable_variables]
         loss, grads = jax.value_and_grad(loss_after)(start)
         self.optimizer.apply(grads, self.trainable_variables)
-        return {"loss": loss}
+        return {"objective": loss}
 
 
 @means
@@ -151,7 +151,7 @@ class MamlOfTasks(OwnStep):
 
         loss, grads = jax.value_and_grad(of_all)([v.value for v in variables])
         self.optimizer.apply(grads, variables)
-        return {"loss": loss}
+        return {"objective": loss}
 
 
 @others
@@ -171,7 +171,7 @@ class PcGrad(OwnStep):
         share = ops.minimum(product, 0.0) / size
         grads = [a - share * b + b for a, b in pairs]
         self.optimizer.apply(grads, self.trainable_variables)
-        return {"loss": one + two}
+        return {"objective": one + two}
 
 
 # Reinforcement learning; rows are transitions or episodes.

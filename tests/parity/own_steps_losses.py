@@ -132,7 +132,7 @@ class WeightsOfNorms(OwnStep):
         pairs = zip(one_gradients, two_gradients, strict=True)
         grads = [share * a + (1 - share) * b for a, b in pairs]
         self.optimizer.apply(grads, self.trainable_variables)
-        return {"loss": one + two}
+        return {"objective": one + two}
 
 
 # Ways to differentiate.
@@ -160,7 +160,7 @@ class PerExample(OwnStep):
             for g in grads
         ]
         self.optimizer.apply(clipped, variables)
-        return {"loss": ops.mean(losses)}
+        return {"objective": ops.mean(losses)}
 
 
 @jax.custom_vjp
@@ -216,7 +216,7 @@ class OwnCotangent(OwnStep):
 
         rows, grads = self.by_jax(losses, transform=pull_back)
         self.optimizer.apply(grads, self.trainable_variables)
-        return {"loss": ops.mean(rows)}
+        return {"objective": ops.mean(rows)}
 
 
 @means
@@ -305,7 +305,7 @@ class InnerScan(OwnStep):
         new, losses = jax.lax.scan(descend, start, None, length=3)
         for variable, value in zip(variables, new, strict=True):
             variable.assign(value)
-        return {"loss": losses[0]}
+        return {"objective": losses[0]}
 
 
 # Changes of gradients.
@@ -360,7 +360,7 @@ class LogsNorm(OwnStep):
         loss, grads = self.by_jax(lambda: self.loss_of(x, y))
         self.optimizer.apply(grads, self.trainable_variables)
         norm = ops.sqrt(sum(ops.sum(ops.square(g)) for g in grads))
-        return {"loss": loss, "norm": norm}
+        return {"objective": loss, "norm": norm}
 
 
 # Numbers of rows that reach the loss in unusual ways.

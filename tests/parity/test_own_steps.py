@@ -71,6 +71,8 @@ def check(name, strategy, batch):
     """Asserts one device's numbers; returns whether the step was mapped."""
     history, state, caught = train(name, strategy, batch)
     plain_history, plain_state = expected(name, batch)
+    # A log with a metric's name would be replaced by that metric's result.
+    assert all(np.any(value) for value in plain_history.values())
     tolerance = STEPS[name].make.tolerance
     assert not find_differences(state, plain_state, tolerance)
     if not any(w.category is LogWarning for w in caught):
