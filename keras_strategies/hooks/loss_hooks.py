@@ -42,30 +42,28 @@ def reduce_values(
     Returns:
       A scalar, or the unchanged values if `reduction` is None or "none".
     """
-    is_per_replica = step.sees_replica_rows
-    if is_per_replica and step.is_empty and reduction not in (None, "none"):
-        if reduction == "mean_with_sample_weight" and sample_weight is not None:
+    if not step.sees_replica_rows or reduction in (None, "none"):
+        return original(values, sample_weight, reduction)
+    is_by_weight = reduction == "mean_with_sample_weight"
+    weights = sample_weight if is_by_weight else None
+    if step.is_empty:
+        if weights is not None:
             # `_average` is a collective, so a replica without rows must take
             # part, too.
             _average(step, jnp.zeros((), values.dtype))
         # Keras would return the empty values, not a scalar.
         return jnp.sum(values)
-    if (
-        not is_per_replica
-        or reduction in (None, "none")
-        or tuple(values.shape) in ((), (0,))
-    ):
+    if tuple(values.shape) in ((), (0,)):
         return original(values, sample_weight, reduction)
     values = marks.mark(values, marks.VALUES)
     is_sum = reduction == "sum"
-    is_by_weight = reduction == "mean_with_sample_weight"
-    if is_sum or (is_by_weight and sample_weight is not None):
+    if is_sum or weights is not None:
         values = marks.mark_both_ways(values, marks.VALUES)
     if is_sum:
         reduced = _unweight(step, jnp.sum(values) * step.num_sharing)
-    elif is_by_weight and sample_weight is not None:
+    elif weights is not None:
         total = jnp.sum(values)
-        weight = jnp.sum(sample_weight).astype(total.dtype)
+        weight = jnp.sum(weights).astype(total.dtype)
         reduced = ops.divide_no_nan(total, _average(step, weight))
         reduced = _unweight(step, reduced)
     else:
@@ -166,10 +164,10 @@ def compute_loss(
         # The loss is zero but must still depend on the weights, so that its
         # gradient takes part in the all-reduce.
         return jnp.where(jnp.isnan(loss), 0.0, loss) * 0.0
-    # A loss that uses the replica context combines the replicas' values
-    # itself.
-    is_local = len(step.notes.replica_uses) == num_uses
-    return loss * step.weight if is_local else loss
+    # A loss that calls a collective combines the replicas' values itself.
+    if set(step.notes.replica_uses[num_uses:]) - {"replica_id_in_sync_group"}:
+        return loss
+    return marks.mark_both_ways(loss * step.weight, marks.WEIGHTED)
 
 
 def _average(step: StepContext, value: Array) -> Array:

@@ -47,7 +47,7 @@ def find_output_stages(jaxpr: Jaxpr, stages: Sequence[int]) -> list[int]:
       stages: For each input: if it is a result of a collective, the number of
         that collective (counted from 1), else 0.
     """
-    return _read_outputs(jaxpr, _flow(jaxpr, stages))
+    return _read_outputs(jaxpr, flow_numbers(jaxpr, stages))
 
 
 def find_differing_outputs(
@@ -59,7 +59,7 @@ def find_differing_outputs(
       jaxpr: A program without collectives.
       may_differ: Whether each input may differ between the replicas.
     """
-    flow = _flow(jaxpr, may_differ, _may_differ)
+    flow = flow_numbers(jaxpr, may_differ, _may_differ)
     return list(map(bool, _read_outputs(jaxpr, flow)))
 
 
@@ -153,7 +153,7 @@ def shape_of(value: Array) -> jax.ShapeDtypeStruct:
 
 def find_effects(jaxpr: Jaxpr, stages: Sequence[int], stage: int) -> list[Any]:
     """Returns a stage's equations with side effects (prints, callbacks)."""
-    waits = _flow(jaxpr, stages)
+    waits = flow_numbers(jaxpr, stages)
     return [
         equation
         for equation in jaxpr.eqns
@@ -186,7 +186,7 @@ def has_references(jaxpr: Jaxpr) -> bool:
     return any(map(references, jaxpr.eqns))
 
 
-def _flow(
+def flow_numbers(
     jaxpr: Jaxpr,
     inputs: Sequence[int],
     equation_minimum: Callable[[Any], int] = lambda equation: 0,

@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -68,6 +68,13 @@ def find_current_trace() -> Any:
     return getattr(jnp.add(jnp.int32(0), 0), "_trace", None)
 
 
+def read_settings() -> Hashable:
+    """Returns the settings with which JAX traces, a part of its own keys."""
+    from jax._src import config
+
+    return config.trace_context()
+
+
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
     """Turns off Python's garbage collector while the block, a trace, runs.
@@ -85,7 +92,7 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def find_place(equation: JaxprEqn) -> str:
+def find_place(equation: object) -> str:
     """Returns the file and line of user code that an equation comes from.
 
     Returns an empty string if the origin is unknown, or if no stack frame is in
@@ -113,7 +120,7 @@ def has_user_code(jaxpr: ClosedJaxpr, *marks: str) -> bool:
       *marks: The names that were passed to `checkpoint_name` to mark values.
     """
     behind = _equations_behind(jaxpr, *marks)
-    marked = {v for e in behind if _is_mark(e, marks) for v in e.outvars}
+    marked = {v for e in behind if is_marked(e, *marks) for v in e.outvars}
     for equation in jaxpr.jaxpr.eqns:
         values = stages.variables(equation.invars)
         if not marked.isdisjoint(values) and is_user_code(equation):
@@ -123,37 +130,21 @@ def has_user_code(jaxpr: ClosedJaxpr, *marks: str) -> bool:
     )
 
 
-def computations_in(jaxpr: ClosedJaxpr, *marks: str) -> dict[Any, int]:
-    """Counts the primitives that compute the marked values.
+def has_user_calls(jaxpr: ClosedJaxpr) -> bool:
+    """Returns whether user code is called in a traced step.
 
-    Operations that only move or sum values are not counted. A jitted function
-    is counted as one primitive with its name, because some functions of JAX
-    skip operations if there is only one row.
-
-    Args:
-      jaxpr: A closed jaxpr.
-      *marks: The names that were passed to `checkpoint_name` to mark values.
+    Even if it computes nothing by itself, it may decide what Keras computes.
     """
-    return collections.Counter(
-        (equation.primitive.name, equation.params.get("name"))
-        for equation in _equations_behind(jaxpr, *marks)
-        if equation.primitive.name not in _MOVES
-    )
-
-
-def numbers_in(jaxpr: ClosedJaxpr, *marks: str) -> list[float]:
-    """Lists the real-valued literals that marked values are computed from.
-
-    Args:
-      jaxpr: A closed jaxpr.
-      *marks: The names that were passed to `checkpoint_name` to mark values.
-    """
-    numbers = []
-    for equation in _equations_behind(jaxpr, *marks):
-        for operand in equation.invars:
-            if isinstance(operand, Literal) and np.isrealobj(operand.val):
-                numbers.append(float(operand.val))
-    return numbers
+    folder = os.path.join(*_folders("keras_strategies"), "step", "")
+    for equation in jaxpr.jaxpr.eqns:
+        if is_user_code(equation):
+            return True
+        for code in _list_frames(equation):
+            if code.co_filename.startswith(folder):
+                break
+            if _find_maker(code.co_filename):
+                return True
+    return False
 
 
 def agrees_with_one_row(
@@ -170,10 +161,10 @@ def agrees_with_one_row(
       more: A trace with more rows.
       *marks: The marks of the values that are compared.
     """
-    computed = [computations_in(j, *marks) for j in (one, two)]
-    if computed[0] != computed[1]:
+    behind = [_equations_behind(jaxpr, *marks) for jaxpr in (one, two, more)]
+    if _count_computations(behind[0]) != _count_computations(behind[1]):
         return False
-    known, small, large = (numbers_in(j, *marks) for j in (one, two, more))
+    known, small, large = map(_list_numbers, behind)
     rows = [j.jaxpr.invars[-1].aval.shape[0] for j in (two, more)]
     for low, high in zip(small, large, strict=True):
         if low != low:
@@ -197,17 +188,39 @@ _MOVES = frozenset(
 )
 
 
+def _count_computations(equations: Sequence[Any]) -> dict[Any, int]:
+    """Counts primitives, except those that only move or sum values.
+
+    A jitted function is counted as one primitive with its name, because some
+    functions of JAX skip operations if there is only one row.
+    """
+    return collections.Counter(
+        (equation.primitive.name, equation.params.get("name"))
+        for equation in equations
+        if equation.primitive.name not in _MOVES
+    )
+
+
+def _list_numbers(equations: Sequence[Any]) -> list[float]:
+    """Lists the real-valued literals among the operands."""
+    operands = (v for equation in equations for v in equation.invars)
+    literals = (v.val for v in operands if isinstance(v, Literal))
+    return [float(number) for number in literals if np.isrealobj(number)]
+
+
 def _equations_behind(jaxpr: ClosedJaxpr, *marks: str) -> list[Any]:
     """Returns the equations that marked values depend on.
 
     If there are no marked values, returns all equations.
     """
-    is_kept = functools.partial(_is_mark, marks=marks)
-    equations = stages.needed_equations(jaxpr.jaxpr.eqns, (), is_kept)
+    equations = stages.needed_equations(
+        jaxpr.jaxpr.eqns, (), lambda e: is_marked(e, *marks)
+    )
     return equations or list(jaxpr.jaxpr.eqns)
 
 
-def _is_mark(equation: JaxprEqn, marks: Sequence[str]) -> bool:
+def is_marked(equation: JaxprEqn, *marks: str) -> bool:
+    """Returns whether an equation marks a value with one of some names."""
     is_name = equation.primitive.name == "name"
     return is_name and equation.params["name"] in marks
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 from jax.extend.core import JaxprEqn
 
@@ -67,9 +68,7 @@ def analyze(
     reason = _check_sizes(record, retrace, num_replicas)
     if reason is not None or not is_unaware:
         return Analysis(reason=reason)
-    finding = _compare_rows(
-        record, retrace, num_replicas, traces.is_user_function(step)
-    )
+    finding = _compare_rows(record, retrace, num_replicas, step)
     if isinstance(finding, str):
         return Analysis(reason=finding)
     return Analysis(reason=_describe_finding(finding), logs=finding.logs[:1])
@@ -109,21 +108,19 @@ def is_by_rows(outputs: Any, rows: int) -> bool:
 def _has_known_outputs(step: Callable[..., Any]) -> bool:
     """Returns whether each output surely has an entry for each row."""
     model = getattr(step, "__self__", None)
-    if any(
-        {"predict_step", "call"} & vars(cls).keys()
-        for cls in type(model).__mro__
-        if not cls.__module__.startswith("keras.")
-    ):
-        return False
+    functions = (step, getattr(type(model), "call", step))
     outputs: Any = getattr(model, "outputs", None)
-    return bool(outputs) and all(o.shape[:1] == (None,) for o in outputs)
+    return not any(map(traces.is_user_function, functions)) and bool(
+        outputs and all(o.shape[:1] == (None,) for o in outputs)
+    )
 
 
 def _count_more_rows(record: Record, num_replicas: int) -> int:
     """Returns the number of rows of the retrace with all rows."""
     # With one row, the row dimension looks like any other dimension of size
     # one, so a trace of two rows stands for a replica's.
-    return num_replicas * max(record.rows, 2)
+    rows = num_replicas * record.rows
+    return rows if rows > 2 else 4
 
 
 def _check_sizes(
@@ -158,10 +155,7 @@ def _describe_finding(finding: Finding) -> str | None:
     if finding.verdict is not Verdict.MEAN:
         return _LOSS_REASON.format(place=_describe_place(finding.why))
     if finding.counting:
-        place = finding.counting is not True and traces.find_place(
-            finding.counting
-        )
-        return _COUNT_REASON.format(place=f" (at {place})" if place else "")
+        return _COUNT_REASON.format(place=_describe_line(finding.counting))
     if finding.unshown is None:
         return None
     mark, equation = finding.unshown
@@ -175,15 +169,17 @@ def _describe_finding(finding: Finding) -> str | None:
 
 
 def _compare_rows(
-    record: Record, retrace: Retrace, num_replicas: int, is_user_step: bool
+    record: Record, retrace: Retrace, num_replicas: int, step: Any
 ) -> Finding | str:
     """Returns how a step depends on its rows, or an error as a reason."""
+    is_user_step = traces.is_user_function(step)
     jaxpr, finding = record.jaxpr, Finding(verdict=Verdict.UNSURE)
     if not traces.has_user_code(jaxpr, marks.LOSS):
         finding = losses.losses_in(jaxpr, _row_inputs(record), record.rows)
     is_mean = finding.verdict is Verdict.MEAN
     is_mixed = record.rows > 1 and finding.verdict is Verdict.MIXED
-    is_user_code = is_user_step or traces.has_user_code(jaxpr, *marks.USED)
+    is_user_code = is_user_step or _has_user_layers(step)
+    is_user_code = is_user_code or traces.has_user_calls(jaxpr)
     if is_mixed or (is_mean and not is_user_code):
         return finding
     first = record if record.rows > 1 else retrace(2, False)
@@ -200,6 +196,13 @@ def _compare_rows(
     if is_mean:
         return dataclasses.replace(compared, verdict=Verdict.MEAN)
     return compared
+
+
+def _has_user_layers(step: Callable[..., Any]) -> bool:
+    """Returns whether user code computes, or chooses, a part of the model."""
+    model = getattr(step, "__self__", None)
+    layers = model._flatten_layers() if isinstance(model, keras.Layer) else ()
+    return any(traces.is_user_function(type(layer).call) for layer in layers)
 
 
 def _find_problem(record: Record) -> str | None:
@@ -225,7 +228,6 @@ def _compare_traces(
         _row_inputs(first),
         first.rows,
         more.jaxpr,
-        is_user_step=is_user_step,
     )
     if first is record:
         return finding
@@ -233,7 +235,7 @@ def _compare_traces(
         traces.agrees_with_one_row, record.jaxpr, first.jaxpr, more.jaxpr
     )
     if traces.has_user_code(first.jaxpr, marks.LOSS) and not agree(marks.LOSS):
-        return Finding(verdict=Verdict.MIXED)
+        return Finding(verdict=Verdict.MIXED, counting=True)
     if is_user_step and not agree(*marks.USED):
         return dataclasses.replace(finding, counting=True)
     return finding
@@ -291,13 +293,12 @@ class LogWarning(UserWarning):
 
 def warn_of_log(equation: JaxprEqn) -> None:
     """Warns that a log may be another number than that of one device."""
-    place = traces.find_place(equation)
     warning = LogWarning(
         "A value that a step returns for the logs is not shown to be a mean "
-        f"over the batch's rows{f' (at {place})' if place else ''}. The log is "
-        "the mean of the replicas' values, which may be another number. To log "
-        "the number of the global batch, update a metric of `keras.metrics`, "
-        "and return its result."
+        f"over the batch's rows{_describe_line(equation)}. The log is the mean "
+        "of the replicas' values, which may be another number. To log the "
+        "number of the global batch, update a metric of `keras.metrics`, and "
+        "return its result."
     )
     warnings.warn(warning, stacklevel=2)
 
@@ -319,13 +320,17 @@ _LOSS_REASON = (
 
 def _describe_place(why: JaxprEqn | None) -> str:
     """Describes, for a message, the jaxpr equation that combines rows."""
-    if why is None:
-        return ""
+    if why is None or why.primitive.name == "name":
+        # A mark combines nothing.
+        return _describe_line(why)
     place = traces.find_place(why)
-    if why.primitive.name == "name":  # A mark, which combines nothing.
-        return f" (at {place})" if place else ""
     operation = f"`{why.primitive.name}` combines rows"
     return f" ({operation}{f' at {place}' if place else ''})"
+
+
+def _describe_line(equation: object) -> str:
+    place = traces.find_place(equation)
+    return f" (at {place})" if place else ""
 
 
 def warn_of_global_batch(reason: str) -> None:

@@ -43,20 +43,9 @@ def constrain_step(
 
     def with_shardings(*args: Tree) -> tuple[Any, ...]:
         outputs, new, changed = body(*args)
-        new = [
-            _constrain_values(*group)
-            for group in zip(new, written, strict=True)
-        ]
+        new = [_constrain_group(*g) for g in zip(new, written, strict=True)]
         changed = [
-            dict(
-                zip(
-                    values,
-                    _constrain_values(
-                        list(values.values()), [group[int(k)] for k in values]
-                    ),
-                    strict=True,
-                )
-            )
+            {k: _constrain(v, group[int(k)]) for k, v in values.items()}
             for values, group in zip(changed, read, strict=True)
         ]
         return _constrain(outputs, results), new, changed
@@ -83,30 +72,26 @@ def constrain_run(
     def with_shardings(*args: Tree) -> tuple[Any, ...]:
         results, copies, sums, same, values, report = program(*args)
         split, replicated = mesh.split, mesh.whole
+        shardings = [sharding_of(v, mesh) for v in variables]
         return (
             _constrain(results, split),
             _constrain(copies, split),
             _constrain(sums, replicated),
             _constrain(same, replicated),
-            _constrain_values(
-                values, [sharding_of(v, mesh) for v in variables]
-            ),
+            _constrain_group(values, shardings),
             report,
         )
 
     return with_shardings
 
 
-def _constrain(values: Tree, sharding: NamedSharding) -> Tree:
+def _constrain(values: Tree, sharding: NamedSharding | None) -> Tree:
+    if sharding is None:
+        return None
     return jax.tree.map(
         lambda a: jax.lax.with_sharding_constraint(a, sharding), values
     )
 
 
-def _constrain_values(values: Group, shardings: Shardings) -> list[Any]:
-    return [
-        None
-        if sharding is None
-        else jax.lax.with_sharding_constraint(value, sharding)
-        for value, sharding in zip(values, shardings, strict=True)
-    ]
+def _constrain_group(values: Group, shardings: Shardings) -> list[Any]:
+    return [_constrain(*pair) for pair in zip(values, shardings, strict=True)]

@@ -7,6 +7,7 @@ weighted by its number of rows, so a replica without rows does not count.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.extend.core import Jaxpr
 from jax.tree_util import PyTreeDef
 
 from keras_strategies._types import Batch, Tree
@@ -24,6 +26,7 @@ from keras_strategies.keras_bridge.step_context import (
     StepContext,
     StepFacts,
 )
+from keras_strategies.passes.row_kinds import marks
 from keras_strategies.spmd.batches import RowShape
 from keras_strategies.spmd.identity import IdentityMap
 from keras_strategies.spmd.mesh import ReplicaMesh
@@ -175,6 +178,7 @@ def call_step(
         folded,
         [leaf[None] for leaf in leaves],
         [seeds.is_seed(v) for v in flat] + [True] * len(leaves),
+        functools.partial(_check_gradients, len(flat), set(counts) - {0}),
     )
     averaged = [] if metrics is None else called.outputs
     means = [merge_lib.compute_mean_share(output, step) for output in averaged]
@@ -189,6 +193,23 @@ def call_step(
         state=_group(values, variables),
         means=means,
     )
+
+
+def _check_gradients(
+    num_variables: int, rows: set[int], jaxpr: Jaxpr, num_results: int
+) -> None:
+    """Checks that gradients are weighted by the replicas' numbers of rows."""
+    if len(rows) > 1 and marks.has_unweighted_gradients(
+        jaxpr, num_variables, num_results
+    ):
+        raise ValueError(
+            "Gradients of a step that uses its replica context must be "
+            "weighted by rows if the replicas have different numbers of rows. "
+            f"Received: replicas with {sorted(rows)} rows, and a gradient of a "
+            "loss that Keras did not compute. Use `compute_loss` or an object "
+            "of `keras.losses.Loss`, combine the replicas' losses by "
+            "`all_reduce`, or drop incomplete batches."
+        )
 
 
 def _merging_step(

@@ -144,17 +144,30 @@ class StepTracer:
           rows: The number of rows of a replica.
           has_all_rows: See `TraceKind`.
         """
-        kind = dataclasses.replace(
-            record.kind, is_retrace=True, has_all_rows=has_all_rows
-        )
         with (
             reusing_updates(record.traced.updates),
             warnings.catch_warnings(),
         ):
             # The first trace has warned already.
             warnings.simplefilter("ignore")
-            size = rows * self._mesh.num_replicas
-            return self.trace(kind, with_leading((size,), batch))
+            return self.trace_rows(record.kind, batch, rows, has_all_rows)
+
+    def trace_rows(
+        self, kind: TraceKind, batch: Batch, rows: int, has_all_rows: bool
+    ) -> Record:
+        """Traces a step with a number of rows that no replica has.
+
+        Args:
+          kind: The kind of the traces of the step.
+          batch: The shapes of a batch; their rows are ignored.
+          rows: The number of rows.
+          has_all_rows: See `TraceKind`.
+        """
+        kind = dataclasses.replace(
+            kind, is_retrace=True, has_all_rows=has_all_rows
+        )
+        size = rows * self._mesh.num_replicas
+        return self.trace(kind, with_leading((size,), batch))
 
     def _make_record(
         self,

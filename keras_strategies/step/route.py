@@ -7,7 +7,8 @@ The first row of this table that fits decides:
 | a layer stores a state for each row                | global                |
 | it uses accumulated gradients as sums, but was     | none yet: another     |
 | traced with each replica's own                     | trace                 |
-| the replicas cannot share the rows evenly:         |                       |
+| the replicas cannot share the rows evenly, and with|                       |
+| all of them                                        |                       |
 | - it uses its replica context                      | ragged                |
 | - it does not                                      | global, this once     |
 | it fails with a replica's rows, or a hook or the   |                       |
@@ -100,7 +101,8 @@ def decide(
     """Decides which program runs a batch.
 
     Args:
-      record: The trace of the step with a replica's rows.
+      record: The trace of the step with a replica's rows; with all rows for a
+        batch that the replicas cannot share evenly, unless it may be padded.
       analysis: What this trace and others show. Not needed for a batch that the
         replicas cannot share evenly.
       batch: The batch, and what else decides.

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from keras_strategies._types import Batch
+from keras_strategies.passes import traces
 from keras_strategies.spmd.batches import Segment
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.step import analysis
@@ -61,7 +62,8 @@ class Router:
             return Route(form=Form.GLOBAL)
         leaves, structure = jax.tree.flatten(segment.data)
         arrays = [(leaf.shape, leaf.dtype) for leaf in leaves]
-        key = (segment.rows, segment.steps, structure, *arrays)
+        settings = traces.read_settings()
+        key = (segment.rows, segment.steps, structure, settings, *arrays)
         if key not in self._routes:
             self._routes[key] = self._decide(segment)
         return self._routes[key]
@@ -75,9 +77,11 @@ class Router:
             avoids_loops=self._avoids_loops,
             num_replicas=self._mesh.num_replicas,
         )
+        is_shared = self._returns_rows or not segment.is_padded
         while True:
-            record = self._tracer.trace(self.kind, batch)
-            is_shared = self._returns_rows or not segment.is_padded
+            args = () if is_shared else (segment.rows, True)
+            trace = self._tracer.trace if is_shared else self._tracer.trace_rows
+            record = trace(self.kind, batch, *args)
             found = self._analyze(record, batch) if is_shared else Analysis()
             route = decide(record, found, circumstances)
             if isinstance(route, Route):
@@ -139,27 +143,17 @@ class Router:
     def find_record(self, data: Batch, is_stacked: bool) -> Record:
         """Returns the record from which a mapped program is made.
 
-        JAX traces the programs again if its settings change.
-
         Args:
           data: The batch, or several stacked ones.
           is_stacked: Whether the batches are stacked.
 
         Raises:
-          RuntimeError: if the step cannot be mapped any more.
           Exception: if the step's code fails.
         """
         batch = _shapes_of_one(data, is_stacked)
         record = self._tracer.trace(self.kind, batch)
         if record.error is not None:
             raise record.error
-        reason = self._analyze(record, batch).reason
-        if reason is not None:
-            raise RuntimeError(
-                "A step must be mapped over the replicas, or not, whatever "
-                "JAX's settings are. This step was mapped, but with the "
-                f"present settings {reason}. Compile the model again."
-            )
         return record
 
 

@@ -615,3 +615,32 @@ def test_means_as_gradients_are_those_of_one_device(make):
 )
 def test_few_rows_are_mapped(make, rows, make_strategy):
     check_is_mapped(make, OPTIMIZERS["Adam"](), make_strategy, rows)
+
+
+class ForRows(layers.Layer):
+    """Doubles its inputs for one number of rows, and else computes nothing."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = rows
+
+    def call(self, x):
+        return 2.0 * x if x.shape[0] == self.rows else x
+
+
+@pytest.mark.filterwarnings("ignore:This step runs:UserWarning")
+@pytest.mark.parametrize(
+    ("rows", "replicas"), [(2, 2), (3, 3), (4, 4), (12, 2)]
+)
+def test_a_layer_that_computes_only_for_the_rows_of_the_batch(rows, replicas):
+    """One row a replica, and several."""
+    found = []
+    for strategy in (mirrored(replicas), ks.OneDeviceStrategy("CPU:0")):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([layers.Dense(2), ForRows(rows)])
+            model.compile("sgd", "mse")
+        options = {"batch_size": rows, "shuffle": False, "verbose": 0}
+        history = model.fit(X[:rows], Y[:rows], epochs=2, **options)
+        found.append([history.history["loss"], *model.get_weights()])
+    assert_same(*found)

@@ -305,3 +305,27 @@ def test_a_warning_in_a_trace_that_is_an_error_is_that_of_the_trace():
         model.fit(X, Y, batch_size=16, verbose=0)
     assert_same(before, model.get_weights())
     model.fit(X, Y, batch_size=16, verbose=0)
+
+
+class SumIfPrecise(SumByHand):
+    """Differentiates a mean, or with another precision a sum."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        return ops.mean(ops.square(y - y_pred))
+
+    def train_step(self, *args):
+        if jax.config.jax_default_matmul_precision == "highest":
+            return super().train_step(*args)
+        return keras.Model.train_step(self, *args)
+
+
+def test_a_step_that_other_settings_of_jax_unmap():
+    def act(model):
+        model.fit(X, Y, batch_size=16, verbose=0, shuffle=False)
+        with jax.default_matmul_precision("highest"):
+            model.fit(X, Y, batch_size=16, verbose=0, shuffle=False)
+        return model.get_weights()
+
+    with pytest.warns(UserWarning, match="This step runs over the global"):
+        plain, ours = run_both(SumIfPrecise, act, optimizer="sgd", loss="mse")
+    assert_same(plain, ours)

@@ -63,7 +63,7 @@ def adds_sums(
     inputs = [PLAIN] * num_states
     inputs += [make_rows(0) if has_rows else PLAIN for has_rows in are_rows]
     ratio = rows[1] / rows[0]
-    interpreter = Interpreter(rows[0], ratio, is_user_step=True)
+    interpreter = Interpreter(rows[0], ratio)
     try:
         kinds = interpreter.interpret(jaxprs, inputs)
     except Different:

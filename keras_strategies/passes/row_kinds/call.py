@@ -14,7 +14,6 @@ from keras_strategies.passes.row_kinds.kinds import (
     make_mixed,
     make_uniform,
     may_count,
-    power_of,
 )
 
 
@@ -72,6 +71,20 @@ class Call:
         """Returns the `Kind` of a result in which this equation mixes rows."""
         return make_mixed(self.equation)
 
+    def is_aligned(self, k: int, axis: int, outer: int | None = None) -> bool:
+        """Returns whether operand `k` has rows at `axis`, or is equal there.
+
+        Args:
+          k: The operand.
+          axis: The dimension.
+          outer: The number of blocks of rows (`Kind.outer`); None for any.
+        """
+        kind, shape = self.kinds[k], self.shape(k)
+        if kind.is_const:
+            return axis >= len(shape) or kind.is_flat(axis, shape[axis])
+        is_there = kind.is_rows and kind.axis == axis
+        return is_there and outer in (None, kind.outer)
+
     def inner(self, kind: Kind, k: int = 0) -> int:
         """Returns how many consecutive entries along `kind.axis` a row has."""
         return self.shape(k)[kind.axis] // (kind.outer * self.num_rows)
@@ -105,8 +118,7 @@ def scale_power(
     """
     if power is None:
         return power
-    of_values = by.values is not None
-    change = power_of(by.values, call.ratio) if of_values else by.power
+    change = by.power_in(call.ratio)
     if change is None:
         value = by.values[0] if by.values else 1.0
         return None if may_count(value, call.num_rows) else power
@@ -115,8 +127,7 @@ def scale_power(
 
 def power_in(kind: Kind, call: Call) -> float:
     """Returns the exponent of a constant in an equation with two traces."""
-    of_values = kind.values is not None
-    power = power_of(kind.values, call.ratio) if of_values else kind.power
+    power = kind.power_in(call.ratio)
     return math.nan if power is None else power
 
 

@@ -29,7 +29,6 @@ from keras_strategies.passes.row_kinds.kinds import (
     join_constants,
     make_sum,
     make_uniform,
-    power_of,
     same_power,
 )
 from keras_strategies.passes.stages import names_in
@@ -124,9 +123,7 @@ def _power_of_constants(call: Call) -> float:
             return math.nan
         kinds = kinds[1:]
     powers = [
-        kind.power or 0.0
-        if kind.values is None
-        else power_of(kind.values, call.ratio) or 0.0
+        kind.power_in(call.ratio) or 0.0
         for kind in kinds
         if not (is_sum and kind.is_zero)
     ]
@@ -312,8 +309,7 @@ def _power_of_rows(
         elif constants:
             is_same = power in (0.0, None)
         return is_same and are_fixed, power
-    is_plain = all(kind.power in (0.0, None) for kind in of_rows)
-    return is_plain and are_fixed, 0.0 if is_known else None
+    return all(k.is_plain for k in kinds), 0.0 if is_known else None
 
 
 _DEGREES = {
@@ -333,9 +329,7 @@ def _power_of_cases(call: Call) -> tuple[bool, float | None]:
     is_fixed = which.is_rows or is_constant(which)
     cases = [kind for kind in cases if not kind.is_zero]
     if any(kind.power is None for kind in cases if kind.is_rows):
-        plain = [k.power in (0.0, None) for k in cases if k.is_rows]
-        are_fixed = all(is_constant(kind) for kind in cases if kind.is_const)
-        return is_fixed and all(plain) and are_fixed, None
+        return is_fixed and all(kind.is_plain for kind in cases), None
     powers = {
         kind.power
         if kind.is_rows or call.twin is None

@@ -28,7 +28,6 @@ from keras_strategies.passes.row_kinds.kinds import (
     make_rows,
     make_sum,
     make_uniform,
-    power_of,
     slice_of,
     stack,
 )
@@ -51,17 +50,15 @@ class Interpreter:
     Args:
       num_rows: The number of rows of the batch in the first trace.
       ratio: The number of rows of the second trace, divided by `num_rows`.
-      is_user_step: See `losses.losses_in`.
 
     Attributes:
       losses: The kinds of the marked losses.
       counting, unshown, logs: See `losses.Finding`, for each value.
     """
 
-    def __init__(self, num_rows: int, ratio: float, is_user_step: bool) -> None:
+    def __init__(self, num_rows: int, ratio: float) -> None:
         self._num_rows = num_rows
         self._ratio = ratio
-        self._is_user_step = is_user_step
         self.unshown: list[tuple[str, Equation]] = []
         self.logs: list[Equation] = []
         # The last number in user code that is differentiated and no mean.
@@ -112,7 +109,7 @@ class Interpreter:
     def _results(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
         self._calls.append(equations[0])
         results = self._kinds_of(equations, kinds)
-        if self._is_user_step and self._is_noting:
+        if self._is_noting:
             self._note_differentiated(equations[0], results)
         if len(equations) > 1:
             results = self._with_scales(kinds, results)
@@ -178,7 +175,8 @@ class Interpreter:
             return [make_mixed(equation)] * len(equation.outvars)
         if None not in inner and not is_by_rows(equation):
             updated = kinds_of_update(equations, kinds)
-            return updated or self._interpret(inner, kinds)
+            results = updated or self._interpret(inner, kinds)
+            return [_with_place(kind, equation) for kind in results]
         return kinds_of_results(call)
 
     def _marked_value(self, equation: Equation, kind: Kind) -> Kind:
@@ -234,23 +232,21 @@ class Interpreter:
             return zero
         if kind.is_mixed or not of.is_rows or not by.is_const:
             return make_mixed(equation)
-        by_power = power_of(by.values, self._ratio) if by.values else by.power
-        power = None if by_power is None else by_power + MEAN_POWER
+        power = by.power_in(self._ratio)
+        power = None if power is None else power + MEAN_POWER
         return make_rows(of.axis, of.outer, power)
 
     def _check_merge(self, equation: Equation, name: str, kind: Kind) -> None:
         """Notes what is wrong with a value that the replicas merge."""
         why = kind.why or equation
-        is_gradient = name in (marks.GRADIENT, marks.SHARE)
-        is_legacy = is_gradient and not self._is_user_step
-        if is_legacy or name in (marks.LOG, marks.CHANGE):
+        if name in (marks.LOG, marks.CHANGE):
             if scales.is_wrong(kind, name):
                 self.counting.append(why)
             elif name == marks.LOG and not scales.is_shown(kind, name):
                 self.logs.append(why)
         elif not self._is_shown(kind, name):
-            if is_gradient and self._differentiated is not None:
-                why = self._differentiated
+            if name in (marks.GRADIENT, marks.SHARE):
+                why = self._differentiated or why
             self.unshown.append((name, why))
 
     def _is_shown(self, kind: Kind, name: str) -> bool:
@@ -351,6 +347,12 @@ def _pair(lists: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
     if len({len(entries) for entries in lists}) > 1:
         raise Different
     return list(zip(*lists, strict=True))
+
+
+def _with_place(kind: Kind, call: Equation) -> Kind:
+    """Returns a kind whose `why` has a place: that of a call if need be."""
+    is_placed = not kind.is_mixed or traces.find_place(kind.why)
+    return kind if is_placed else kind.but(why=call)
 
 
 def _is_number(variable: Any) -> bool:

@@ -76,8 +76,6 @@ class Kind:
         loss.
       scale: The exponent of num_rows in the constants with which user code
         multiplied the value (`SUM`, `MIXED`). Infinite if there is none.
-      is_summed: Whether user code summed the rows, and does not differentiate
-        the sum (`SUM`, `MIXED`).
       why: The equation that mixes rows (`MIXED`).
     """
 
@@ -96,7 +94,6 @@ class Kind:
     is_gathered: bool = False
     of_loss: bool = False
     scale: float = 0.0
-    is_summed: bool = False
     why: Any = None
 
     def is_flat(self, axis: int, size: int) -> bool:
@@ -131,6 +128,17 @@ class Kind:
     def but(self, **changes: Any) -> "Kind":
         """Returns a copy with some attributes changed."""
         return dataclasses.replace(self, **changes)
+
+    def power_in(self, ratio: float) -> float | None:
+        """Returns the exponent `power`; of equal entries, see `power_of`."""
+        return power_of(self.values, ratio) if self.values else self.power
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the value does not scale with the number of rows."""
+        if self.is_const:
+            return is_constant(self)
+        return self.power in (0.0, None)
 
     @property
     def is_zero(self) -> bool:

@@ -69,8 +69,6 @@ def losses_in(
     data: Sequence[int],
     num_rows: int,
     twin: ClosedJaxpr | None = None,
-    *,
-    is_user_step: bool = False,
 ) -> Finding:
     """Decides whether the losses marked in a trace are means over the rows.
 
@@ -81,8 +79,6 @@ def losses_in(
       twin: A trace of the same step with more rows. Without it, the verdict is
         `UNSURE` if there is a constant that may depend on the number of rows,
         and uses of this number elsewhere are not found.
-      is_user_step: Whether the user wrote the step. Then each gradient must be
-        shown to be a mean, whatever the losses are.
     """
     jaxprs = [traced] if twin is None else [traced, twin]
     inner = traced.jaxpr
@@ -92,7 +88,7 @@ def losses_in(
     ratio = 1.0
     if twin is not None and data:
         ratio = twin.jaxpr.invars[data[0]].aval.shape[0] / num_rows
-    interpreter = Interpreter(num_rows, ratio, is_user_step)
+    interpreter = Interpreter(num_rows, ratio)
     try:
         outputs = interpreter.interpret(jaxprs, inputs)
     except Different:

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Primitive
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from keras_strategies._types import Array
+from keras_strategies.passes import stages, traces
 
 PREFIX = "ks."
 """The beginning of the names of all marks."""
@@ -29,6 +30,8 @@ OWN = "ks.own"
 """Marks values that are about to be normalized with a replica's statistics."""
 NORMALIZED = "ks.normalized"
 """Marks the normalized values."""
+WEIGHTED = "ks.weighted"
+"""Marks losses of uneven replicas, weighted by their numbers of rows."""
 STATISTIC = "ks.statistic"
 """Marks statistics that are those of a replica's rows by definition."""
 
@@ -66,13 +69,46 @@ def mark_both_ways(value: Array, name: str) -> jax.Array:
 
     Args:
       value: The array.
-      name: `STATISTIC`, `VALUES` or `REDUCED`.
+      name: `STATISTIC`, `VALUES`, `REDUCED` or `WEIGHTED`.
 
     Returns:
       The same array.
     """
     marked: Any = mark_p.bind(value, name=name, is_cotangent=False)
     return marked
+
+
+def has_unweighted_gradients(
+    jaxpr: Jaxpr, num_variables: int, num_results: int
+) -> bool:
+    """Returns whether a gradient is not weighted by a replica's number of rows.
+
+    A gradient of a loss that calls a collective need not be.
+
+    Args:
+      jaxpr: The program of a replica's step.
+      num_variables: The number of variables, the first inputs of the program.
+      num_results: The number of results of collectives, its last inputs.
+    """
+    num_rows = len(jaxpr.invars) - num_variables - num_results
+    # 1: computed from rows, 2: also from values of all replicas, or weighted.
+    numbers = [0] * num_variables + [1] * num_rows + [2] * num_results
+    flow = stages.flow_numbers(jaxpr, numbers, _weights_gradients)
+    return any(
+        flow[v] == 1
+        for equation in jaxpr.eqns
+        if traces.is_marked(equation, GRADIENT, SHARE)
+        for v in stages.variables(equation.invars)
+    )
+
+
+def _weights_gradients(equation: JaxprEqn) -> int:
+    return 2 * any(
+        e.primitive is mark_p
+        and e.params["name"] == WEIGHTED
+        and e.params["is_cotangent"]
+        for e in (equation, *stages.equations_in(equation))
+    )
 
 
 def _transpose(

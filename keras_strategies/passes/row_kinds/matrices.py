@@ -38,27 +38,16 @@ def make_matrix_rule(
         if not of_rows:
             return join_plain(call.kinds)
         first = of_rows[0]
-        is_same = all(
-            (kind.axis, kind.outer) == (first.axis, first.outer)
-            for kind in of_rows
-        )
-        constants = [
-            kind.is_flat(first.axis, call.shape(k)[first.axis])
-            for k, kind in enumerate(call.kinds)
-            if kind.is_const and len(call.shape(k)) > first.axis
-        ]
-        if not is_same or not all(constants):
+        if not all(
+            call.is_aligned(k, first.axis, first.outer)
+            for k in range(len(call.kinds))
+        ):
             return call.make_mixed()
         is_known = all(kind.power is not None for kind in of_rows)
         power = 0.0 if is_known else None
         if is_linear:
             *others, last = call.kinds
-            if not all(
-                is_constant(kind)
-                if kind.is_const
-                else kind.power in (0.0, None)
-                for kind in others
-            ):
+            if not all(kind.is_plain for kind in others):
                 return call.make_mixed()
             is_const = last.is_const
             power = scale_power(power, last, call) if is_const else last.power

@@ -5,7 +5,7 @@ operands.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_strategies.passes.row_kinds.call import (
@@ -127,16 +127,10 @@ def scatter_to_selected(call: Call) -> Kind:
     if source.is_const and operand.is_const:
         return join_plain(call.kinds)
     rows = operand if operand.is_rows else source
-    is_paired = all(
-        kind.is_flat(rows.axis, call.shape(k)[rows.axis])
-        if kind.is_const
-        else (kind.form, kind.axis, kind.outer)
-        == (rows.form, rows.axis, rows.outer)
-        for k, kind in enumerate(call.kinds)
-    )
-    if not rows.is_rows or not is_paired:
-        return call.make_mixed()
-    if not _is_within_entries(call, rows.axis):
+    if not (
+        all(call.is_aligned(k, rows.axis, rows.outer) for k in range(2))
+        and _is_within_entries(call, rows.axis)
+    ):
         return call.make_mixed()
     return make_rows(rows.axis, rows.outer, source.power)
 
@@ -264,16 +258,8 @@ def convolution(call: Call) -> Kind:
         return make_rows(numbers.out_spec[1], power=_multiply_powers(call))
     if call.params["feature_group_count"] == 1:
         features = (numbers.lhs_spec[1], numbers.rhs_spec[1])
-        is_summed = all(
-            kind.is_flat(axis, call.shape(k)[axis]) and not kind.is_random
-            if kind.is_const
-            else kind.is_rows and kind.axis == axis
-            for k, (kind, axis) in enumerate(
-                zip(call.kinds, features, strict=True)
-            )
-        )
         outers = {kind.outer for kind in call.kinds if kind.is_rows}
-        if is_summed and len(outers) == 1:
+        if len(outers) == 1 and _are_aligned(call, features):
             # The gradient of a kernel: the rows take the place of features,
             # which are summed.
             return make_sum(_multiply_powers(call))
@@ -298,9 +284,6 @@ def has_groups_of_rows(call: Call) -> bool:
         return False
     numbers, params = call.params["dimension_numbers"], call.params
     image_dim = numbers.lhs_spec[0 if params["batch_group_count"] > 1 else 1]
-    operands = enumerate(
-        zip((image_dim, numbers.rhs_spec[0]), call.kinds, strict=True)
-    )
     groups = [max(e.params[name] for name in GROUPS) for e in call.equations]
     sizes = (call.num_rows, round(call.num_rows * call.ratio))
     parts = {count / rows for count, rows in zip(groups, sizes, strict=False)}
@@ -308,12 +291,16 @@ def has_groups_of_rows(call: Call) -> bool:
         call.num_rows > 1
         and len(parts) == 1
         and parts.pop().is_integer()
-        and all(
-            kind.is_flat(axis, call.shape(k)[axis]) and not kind.is_random
-            if kind.is_const
-            else kind.is_rows and (kind.axis, kind.outer) == (axis, 1)
-            for k, (axis, kind) in operands
-        )
+        and _are_aligned(call, (image_dim, numbers.rhs_spec[0]), 1)
+    )
+
+
+def _are_aligned(
+    call: Call, axes: Sequence[int], outer: int | None = None
+) -> bool:
+    """Returns whether operands have their rows, if any, at dimensions."""
+    return not any(kind.is_random for kind in call.kinds) and all(
+        call.is_aligned(k, axis, outer) for k, axis in enumerate(axes)
     )
 
 

@@ -54,7 +54,8 @@ def kinds_of_results(call: Call) -> list[Kind]:
         wrong = find_mixed(call.kinds)
         if call.name in _GATHERS and call.twin and _counts_or_scales(call):
             wrong = wrong or call.make_mixed()
-        exact = PLAIN.but(is_global=True, is_gathered=_has_grown(call))
+        is_gathered = any(map(call.out_grown_dims, range(num)))
+        exact = PLAIN.but(is_global=True, is_gathered=is_gathered)
         zero = next((kind for kind in call.kinds if kind.is_zero), None)
         return [wrong or (zero if num == 1 else None) or exact] * num
     if any(kind.is_rows and kind.numbering for kind in call.kinds):
@@ -223,11 +224,6 @@ def _is_index(call: Call, out: int) -> bool:
     if call.name == "top_k":
         return out == 1
     return call.name == "sort" and is_constant(call.kinds[out])
-
-
-def _has_grown(call: Call) -> bool:
-    """Returns whether a result has a dimension of rows."""
-    return any(call.out_grown_dims(k) for k in range(len(call.kinds)))
 
 
 def _loses_rows(call: Call, out: int) -> bool:

@@ -3,8 +3,7 @@
 A replica's number of rows is not that of the global batch, so a step that
 computes with it elsewhere than in a mean or a sum over rows (`gradient *
 4 / x.shape[0]` in an optimizer) has other results than on one device. Such a
-number is a constant that differs between two traces of the step. A gradient
-that user code sums over the rows, without a loss, has other results, too.
+number is a constant that differs between two traces of the step.
 """
 
 import math
@@ -17,12 +16,10 @@ from keras_strategies.passes.row_kinds.kinds import (
     PLAIN,
     Kind,
     is_constant,
-    power_of,
 )
 from keras_strategies.passes.row_kinds.marks import (
     CHANGE,
     COUNT,
-    GRADIENT,
     SHARE,
 )
 from keras_strategies.passes.row_kinds.separate_parts import is_part
@@ -33,15 +30,11 @@ def is_wrong(kind: Kind, mark: str) -> bool:
 
     Args:
       kind: The value's kind.
-      mark: The value's mark: `GRADIENT`, `LOG` or `CHANGE`.
+      mark: The value's mark: `LOG` or `CHANGE`.
     """
     if mark == CHANGE:
         is_plain = kind.is_const or kind.is_rows
         return not is_plain and kind.power not in (0.0, None)
-    if mark in (GRADIENT, SHARE):
-        is_sum = kind.is_summed and kind.power not in (MEAN_POWER, None)
-        # The gradient of a mean that is linear in the weights is a constant.
-        return bool(kind.scale or is_sum)
     if kind.is_const:
         return depends_on_count(kind)
     if kind.is_sum:
@@ -65,8 +58,7 @@ def is_shown(kind: Kind, mark: str, ratio: float = 1.0) -> bool:
         return True
     if mark == SHARE and kind.is_const:
         # The gradient of a loss that is linear in the weights.
-        power = power_of(kind.values, ratio) if kind.values else kind.power
-        return power == 1.0 and not kind.scale
+        return kind.power_in(ratio) == 1.0 and not kind.scale
     if mark in (COUNT, SHARE):
         return kind.is_sum and kind.power == 0.0
     if kind.is_const:
@@ -97,15 +89,6 @@ def scale_results(
         first.
     """
     results = [_with_term(k, kinds) for k in results]
-    summed = next((k.why for k in kinds if k.is_summed), None)
-    if summed is None and _sums_rows(calls, kinds, results):
-        summed = calls[-1]
-        results = [k.but(power=0.0) if k.is_mixed else k for k in results]
-    if summed is not None:
-        results = [
-            k if k.is_const else k.but(is_summed=True, why=summed)
-            for k in results
-        ]
     scaled = next((kind for kind in kinds if kind.scale), PLAIN)
     scale = scaled.scale + _find_exponent(calls, kinds, ratio)
     if not scale:
@@ -139,30 +122,6 @@ def _is_mean(kind: Kind) -> bool:
     return kind.is_sum and kind.power == MEAN_POWER
 
 
-def _sums_rows(
-    calls: Sequence[Any], kinds: Sequence[Kind], results: Sequence[Kind]
-) -> bool:
-    """Returns whether user code sums rows, and not to differentiate the sum."""
-    is_sum = any(kind.is_sum for kind in results)
-    return (
-        (is_sum or _combines_in_loop(calls[-1], kinds, results))
-        and all(kind.is_rows or kind.is_const for kind in kinds)
-        and not _is_within(calls, "jvp(")
-        and _is_forward_user_code(calls)
-    )
-
-
-def _combines_in_loop(
-    equation: Any, kinds: Sequence[Kind], results: Sequence[Kind]
-) -> bool:
-    """Returns whether a loop or a branch may have added up rows."""
-    return (
-        equation.primitive.name in ("scan", "while", "cond")
-        and any(kind.is_rows for kind in kinds)
-        and any(kind.is_mixed for kind in results)
-    )
-
-
 def _with_term(kind: Kind, kinds: Sequence[Kind]) -> Kind:
     """Keeps the exponent of the sums from which a value is computed."""
     if not kind.is_mixed or any(k.is_mixed or k.is_rows for k in kinds):
@@ -190,8 +149,7 @@ def _find_exponent(
     is_inverse = name == "div" and first is kinds[-1]
     if len(by) > 1 or not (name == "mul" or is_inverse):
         return math.inf
-    is_uniform = first.values is not None
-    power = power_of(first.values, ratio) if is_uniform else first.power
+    power = first.power_in(ratio)
     if power is None or math.isnan(power):
         return math.inf
     return -power if is_inverse else power

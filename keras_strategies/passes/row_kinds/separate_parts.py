@@ -19,10 +19,9 @@ from jax.interpreters import ad, batching, mlir
 
 from keras_strategies._types import Array, Equation
 from keras_strategies.passes import stages
-from keras_strategies.passes.row_kinds.call import Call, power_in
+from keras_strategies.passes.row_kinds.call import Call
 from keras_strategies.passes.row_kinds.kinds import (
     Kind,
-    is_constant,
     make_rows,
     make_sum,
 )
@@ -156,8 +155,12 @@ def _believe(call: Call, part: _Part) -> Kind:
         if c.kinds[0].is_rows
     }
     are_separate = all(map(_is_separate, entered))
-    are_plain = all(map(_is_plain, part.operands))
-    powers = {_power_of(c) for c in derivatives if not c.kinds[0].is_zero}
+    are_plain = all(c.kinds[0].is_plain for c in part.operands)
+    powers = {
+        c.kinds[0].power_in(c.ratio)
+        for c in derivatives
+        if not c.kinds[0].is_zero
+    }
     if call.twin is None:
         # Another trace shows which dimensions have the rows.
         powers = {None}
@@ -183,15 +186,3 @@ def _is_separate(call: Call) -> bool:
         sizes = [(dim, call.shape()[dim]) for dim in call.grown_dims()]
         return all(kind.is_flat(*size) for size in sizes)
     return kind.is_rows and kind.axis == 0
-
-
-def _is_plain(call: Call) -> bool:
-    """Returns whether a value does not scale with the number of rows."""
-    kind = call.kinds[0]
-    return is_constant(kind) if kind.is_const else kind.power in (0.0, None)
-
-
-def _power_of(call: Call) -> float | None:
-    """Returns the exponent of num_rows in a derivative; None if unknown."""
-    kind = call.kinds[0]
-    return power_in(kind, call) if kind.is_const else kind.power

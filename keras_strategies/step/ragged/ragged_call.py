@@ -11,12 +11,11 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from keras_strategies._types import Array, Tree
 from keras_strategies.passes import collective_cut, stages
 from keras_strategies.passes import replay as replay_lib
-from keras_strategies.passes.replay import Reduce
 from keras_strategies.passes.specs import Axis
 from keras_strategies.passes.value_numbers import ValueNumbers
 from keras_strategies.spmd.replica_map import replica_id
@@ -54,14 +53,15 @@ def call_unevenly(
     state: list[Any],
     leaves: list[Any],
     are_local: list[bool],
+    check: Callable[[Jaxpr, int], None] = lambda jaxpr, num_results: None,
 ) -> tuple[BranchResult, list[Any], list[list[tuple[int, ...]]]]:
     """Calls a function on each replica's rows, whose number may differ.
 
     Collectives must be outside of branches, so the function is computed in
     stages: stage n uses the results of the first n collectives. Each output is
-    computed in the earliest stage; what a later stage needs, too, is computed
-    again. Code that is the same in all variants (an optimizer's update) is
-    outside of the branches, so that the compiler cannot round it differently.
+    computed in the earliest stage, and again in a later stage that needs it.
+    Code that is the same in all variants (an optimizer's update) is outside of
+    the branches, so that the compiler cannot round it differently.
 
     Args:
       call: The function, called with the state and the arguments.
@@ -72,6 +72,8 @@ def call_unevenly(
       leaves: The arguments. Uneven ones are padded: (1, rows, ...).
       are_local: For each value of the state, and then for each argument,
         whether it may differ between the replicas.
+      check: Checks the program of a variant with rows, given the number of
+        its last inputs that are results of collectives.
 
     Returns:
       The result, with outputs padded to one shape; each variant's `note`; and
@@ -85,12 +87,14 @@ def call_unevenly(
     places = [variants.index(of_replica) for of_replica in rows]
     index = jnp.array(places)[replica_id(axis)]
 
-    def trace(variant: Variant, reduces: list[Reduce]) -> _Trace:
+    def trace(variant: Variant, reduces: list[replay_lib.Reduce]) -> _Trace:
         return _Trace(call, variant, is_uneven, (state, leaves), reduces)
 
     traces = _trace_to_the_end(trace, variants, places)
     collectives = _cut_traces(traces)
     staged = _Stages(traces, (state, leaves), are_local)
+    for traced in [t for t in traces if not t.is_empty]:
+        check(traced.jaxpr.jaxpr, staged.num_results)
     known: list[list[Any]] = []
     for collective in [*collectives, None]:
         staged.compute(index, (state, leaves, known))
@@ -104,7 +108,7 @@ def call_unevenly(
 
 
 def _trace_to_the_end(
-    trace: Callable[[Variant, list[Reduce]], "_Trace"],
+    trace: Callable[[Variant, list[replay_lib.Reduce]], "_Trace"],
     variants: list[Variant],
     places: list[int],
 ) -> list["_Trace"]:
@@ -114,11 +118,11 @@ def _trace_to_the_end(
     variants, so each trace ends at the first unknown collective.
 
     Args:
-      trace: A function that traces a variant with the known collectives.
+      trace: Traces a variant with the known collectives.
       variants: The distinct variants.
       places: For each replica, the index of its variant in `variants`.
     """
-    reduces: list[Reduce] = []
+    reduces: list[replay_lib.Reduce] = []
     while True:
         traces = [trace(variant, reduces) for variant in variants]
         _check_alike(traces)
@@ -155,7 +159,7 @@ class _Trace:
         variant: Variant,
         is_uneven: list[bool],
         inputs: tuple[list[Any], list[Any]],
-        known: list[Reduce],
+        known: list[replay_lib.Reduce],
     ) -> None:
         self.shapes: Any
         self.reached: replay_lib.Reached | None = None
@@ -250,8 +254,8 @@ class _Stages:
         of_each = [numbers.number_outputs(trace.jaxpr) for trace in traces]
         columns = zip(*of_each, strict=True)
         self._are_common = [len(set(column)) == 1 for column in columns]
-        num_results = len(self._inputs) - len(are_local)
-        are_local = are_local + [False] * num_results
+        self.num_results = len(self._inputs) - len(are_local)
+        are_local = are_local + [False] * self.num_results
         differ = stages.find_differing_outputs(traces[0].jaxpr.jaxpr, are_local)
         self._are_alike = [
             is_common and not differs
@@ -314,13 +318,9 @@ class _Stages:
     def results(self) -> BranchResult:
         """Returns the result that all stages computed; its `note` is None."""
         _, outputs, new, start = self._unflatten(self._values)
-        are_alike = self._unflatten(dict(enumerate(self._are_alike)))
+        alike = self._unflatten(dict(enumerate(self._are_alike)))[2]
         return BranchResult(
-            outputs=outputs,
-            new=new,
-            start=start,
-            note=None,
-            is_alike=are_alike[2],
+            outputs=outputs, new=new, start=start, note=None, is_alike=alike
         )
 
     def _unflatten(self, values: dict[int, Any]) -> Tree:
@@ -343,14 +343,14 @@ def _find_largest(
 
 
 def _adapt_shapes(
-    reduce: Reduce,
+    reduce: replay_lib.Reduce,
     operands: list[list[jax.ShapeDtypeStruct]],
     places: list[int],
-) -> Reduce:
+) -> replay_lib.Reduce:
     """Adapts a collective to operands whose shapes differ by variant.
 
     Raises:
-      ValueError: if the shapes differ, but the collective needs equal shapes.
+      ValueError: if the collective needs equal shapes.
     """
     shapes = [[leaf.shape for leaf in variant] for variant in operands]
     if all(s == shapes[0] for s in shapes):

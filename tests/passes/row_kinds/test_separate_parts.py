@@ -64,7 +64,7 @@ def is_shown(fn, loss_of=lambda y: jnp.mean(y**2)):
         jax.make_jaxpr(step)(START, jnp.ones((rows, SIZE)))
         for rows in (ROWS, 2 * ROWS)
     )
-    finding = losses_in(small, [1], ROWS, large, is_user_step=True)
+    finding = losses_in(small, [1], ROWS, large)
     is_mean = finding.verdict is Verdict.MEAN
     return is_mean and not finding.unshown and not finding.counting
 

@@ -36,7 +36,7 @@ def analyze(fn):
         jax.make_jaxpr(step)(UNEQUAL, jnp.ones((rows, SIZE * SIZE)))
         for rows in (ROWS, 2 * ROWS)
     )
-    return losses_in(small, [1], ROWS, large, is_user_step=True)
+    return losses_in(small, [1], ROWS, large)
 
 
 def matrices(x):
