@@ -17,8 +17,8 @@ from typing import Any
 
 from keras_strategies.keras_bridge import backend as _backend
 from keras_strategies.names import lazy_names as _lazy
-from keras_strategies.names import tf_names as _tf_names
 from keras_strategies.names import versions as _versions
+from keras_strategies.names.lazy_names import DISTRIBUTE as _INSTEAD
 from keras_strategies.names.lazy_names import lazy_names as _lazy_names
 
 __version__ = "0.1.0"
@@ -57,7 +57,7 @@ _MODULES = {
     "abstract": "variables.abstract_models",
     "by_rows": "kernels.by_rows",
     "compute_average_loss": "strategy.losses",
-    "enable_determinism": "gpu.determinism",
+    "enable_determinism": "gpu.xla_flags",
     "experimental_set_strategy": "strategy.default",
     "function": "strategy.tf_compat.function",
     "get_replica_context": "strategy.default",
@@ -79,7 +79,7 @@ if not _backend.is_command():
 
 _lazy.enter("plan", "keras_strategies.planning.plan_api", "make_plan")
 
-_get, __dir__ = _lazy_names(__name__, __name__, _MODULES, _tf_names.DISTRIBUTE)
+_get, __dir__ = _lazy_names(__name__, __name__, _MODULES, _INSTEAD)
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ from keras_strategies.data.options import (
 from keras_strategies.data.sources.from_function import (
     InputContext as InputContext,
 )
-from keras_strategies.gpu.determinism import (
+from keras_strategies.gpu.xla_flags import (
     enable_determinism as enable_determinism,
 )
 from keras_strategies.hooks.global_batch_loss import (

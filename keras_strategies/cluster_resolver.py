@@ -4,7 +4,7 @@ docs/clusters.md lists the resolver for each kind of cluster. Each name is
 imported only when it is first used, because most programs use no resolver.
 """
 
-from keras_strategies.names import tf_names as _tf_names
+from keras_strategies.names.lazy_names import CLUSTER_RESOLVER as _INSTEAD
 from keras_strategies.names.lazy_names import lazy_names as _lazy_names
 
 _MODULES = {
@@ -24,5 +24,5 @@ _MODULES = {
 }
 
 __getattr__, __dir__ = _lazy_names(
-    __name__, "keras_strategies", _MODULES, _tf_names.CLUSTER_RESOLVER
+    __name__, "keras_strategies", _MODULES, _INSTEAD
 )

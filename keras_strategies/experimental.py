@@ -8,7 +8,7 @@ arguments as `MultiWorkerMirroredStrategy`. It has no argument `communication`,
 which is the first argument in TensorFlow.
 """
 
-from keras_strategies.names import tf_names as _tf_names
+from keras_strategies.names.lazy_names import EXPERIMENTAL as _INSTEAD
 from keras_strategies.names.lazy_names import lazy_names as _lazy_names
 
 _MODULES = {
@@ -25,5 +25,5 @@ _MODULES = {
 }
 
 __getattr__, __dir__ = _lazy_names(
-    __name__, "keras_strategies", _MODULES, _tf_names.EXPERIMENTAL
+    __name__, "keras_strategies", _MODULES, _INSTEAD
 )

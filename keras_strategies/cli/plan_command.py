@@ -228,8 +228,7 @@ def _list_candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _require_libtpu(names: Sequence[str]) -> None:
-    from keras_strategies.gpu.targets import TARGETS
-    from keras_strategies.gpu.topology_devices import is_gpu_name
+    from keras_strategies.gpu.topology_devices import TARGETS, is_gpu_name
     from keras_strategies.tpu.chips import TPU_NAMES
 
     others = [name for name in names if not is_gpu_name(name)]

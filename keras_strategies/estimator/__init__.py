@@ -14,7 +14,7 @@ imported when it is first used.
 
 from typing import Any as _Any
 
-from keras_strategies.names import tf_names as _tf_names
+from keras_strategies.names.lazy_names import ESTIMATOR as _INSTEAD
 from keras_strategies.names.lazy_names import lazy_names as _lazy_names
 
 _MODULES = {
@@ -35,7 +35,7 @@ _MODULES = {
     "train_and_evaluate": "train_evaluate",
 }
 
-_get, __dir__ = _lazy_names(__name__, __name__, _MODULES, _tf_names.ESTIMATOR)
+_get, __dir__ = _lazy_names(__name__, __name__, _MODULES, _INSTEAD)
 
 # The names of TensorFlow's canned estimators, such as DNNClassifier and
 # BoostedTreesRegressor, end with one of these words.

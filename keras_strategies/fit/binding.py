@@ -32,7 +32,7 @@ from keras_strategies.fit.callbacks.resumable_fit import (
     run_resumable_fit,
 )
 from keras_strategies.fit.inputs import feed as adapter
-from keras_strategies.fit.inputs import loop_data
+from keras_strategies.fit.inputs import keras_sources
 from keras_strategies.fit.scope_hooks import (
     BINDING,
     LOOPS,
@@ -162,7 +162,7 @@ class Binding:
         call = self._make_call("fit", args, kwargs)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._session("train"))
-            loop_data.split_validation(call)
+            keras_sources.split_validation(call)
             feed = self._make_feed(call, steps=call["steps_per_epoch"])
             stack.enter_context(self._validating(call["validation_data"]))
             call.set(validation_data=self._make_validation_feed(call))
@@ -225,7 +225,7 @@ class Binding:
 
     def _on_batch(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         call = Call(self.model, f"{kind}_on_batch", args, kwargs)
-        weight = loop_data.compute_batch_weights(
+        weight = keras_sources.compute_batch_weights(
             call["y"], call["sample_weight"], call["class_weight"]
         )
         batch = (call["x"], call["y"], weight)

@@ -1,9 +1,14 @@
-"""GPUs by name, such as "h100:8x8", for compilation, and GPUs that are here."""
+"""GPUs by name, such as "h100:8x8", for compilation, and GPUs that are here.
+
+XLA compiles for the GPUs of a name without them, by a description of each. Its
+values are those of NVIDIA's data sheets and of OpenXLA's target configs.
+"""
 
 import dataclasses
 import os
 import pathlib
 import re
+import string
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -11,8 +16,136 @@ from typing import Any
 
 import jax
 
-from keras_strategies.gpu.targets import TARGETS
 from keras_strategies.gpu.xla_flags import DETERMINISM, is_deterministic
+
+CUDNN = (9, 10, 0)
+"""The version of cuDNN that programs are compiled for."""
+
+_CONFIG = pathlib.Path(__file__).with_name("target_config.textproto")
+"""The template of a GpuTargetConfigProto."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """A model of GPU.
+
+    Attributes:
+      device_kind: The name that JAX shows as the `device_kind`.
+      capability: The major version of the CUDA compute capability.
+      cores: The number of streaming multiprocessors.
+      fpus_per_core: The number of float32 units of a multiprocessor.
+      clock_ghz: The clock rate of the float32 units, in GHz.
+      matrix_clock_ghz: The clock rate of the tensor cores, in GHz.
+      matrix_ops: The multiplications and additions in bfloat16 of a tensor core
+        in each cycle.
+      shared_memory: Bytes of shared memory of a multiprocessor.
+      cache: Bytes of the level 2 cache.
+      memory: Bytes of the memory.
+      memory_bandwidth: Bandwidth of the memory, in bytes per second.
+    """
+
+    device_kind: str
+    capability: int
+    cores: int
+    fpus_per_core: int
+    clock_ghz: float
+    matrix_clock_ghz: float
+    matrix_ops: int
+    shared_memory: int
+    cache: int
+    memory: int
+    memory_bandwidth: int
+
+    def format(self) -> str:
+        """Returns XLA's target config: the text of a GpuTargetConfigProto."""
+        # Each multiprocessor reserves one KiB of a block's shared memory.
+        most_shared = self.shared_memory - 1024
+        feature = "ACCELERATED_FEATURES" if self.capability > 8 else "NONE"
+        major, minor, patch = CUDNN
+        return string.Template(_CONFIG.read_text("utf-8")).substitute(
+            dataclasses.asdict(self),
+            most_shared=most_shared,
+            feature=feature,
+            matrix_units=self._format_matrix_units(),
+            cudnn=".".join(map(str, CUDNN)),
+            cudnn_major=major,
+            cudnn_minor=minor,
+            cudnn_patch=patch,
+        )
+
+    def _format_matrix_units(self) -> str:
+        rates = [
+            f"""
+            rate_infos {{
+              key: {kind}
+              value {{
+                clock_rate_ghz: {self.matrix_clock_ghz}
+                units_per_core: 4
+                ops_per_clock: {int(self.matrix_ops * factor)}
+              }}
+            }}
+            """
+            for kind, factor in _PRECISIONS.items()
+        ]
+        return f"matrix_unit_description {{ {''.join(rates)} }}"
+
+
+_PRECISIONS = {2: 2, 10: 1, 11: 0.5, 16: 1}
+"""The speed of tensor cores relative to bfloat16, by XLA's primitive type: S8,
+F16, F32 (as TF32) and BF16."""
+
+_HOPPER = {
+    "capability": 9,
+    "cores": 132,
+    "fpus_per_core": 128,
+    "clock_ghz": 1.98,
+    "matrix_clock_ghz": 1.8295,
+    "matrix_ops": 512,
+    "shared_memory": 233472,
+    "cache": 52428800,
+}
+
+TARGETS = {
+    "a100": Target(
+        device_kind="NVIDIA A100-SXM4-80GB",
+        capability=8,
+        cores=108,
+        fpus_per_core=64,
+        clock_ghz=1.41,
+        matrix_clock_ghz=1.41,
+        matrix_ops=256,
+        shared_memory=167936,
+        cache=41943040,
+        memory=85100068864,
+        memory_bandwidth=2039040000000,
+    ),
+    "h100": Target(
+        device_kind="NVIDIA H100 80GB HBM3",
+        memory=85017493504,
+        memory_bandwidth=3352320000000,
+        **_HOPPER,
+    ),
+    "h200": Target(
+        device_kind="NVIDIA H200",
+        memory=151397597184,
+        memory_bandwidth=4800000000000,
+        **_HOPPER,
+    ),
+    "b200": Target(
+        device_kind="NVIDIA B200",
+        capability=10,
+        cores=148,
+        fpus_per_core=128,
+        clock_ghz=1.965,
+        matrix_clock_ghz=1.8353,
+        matrix_ops=1024,
+        shared_memory=233472,
+        cache=132644864,
+        memory=191514411008,
+        memory_bandwidth=7672320000000,
+    ),
+}
+
 
 # XLA creates an object for each GPU.
 _MOST_GPUS = 2**13

@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from keras_strategies._types import Array
-from keras_strategies.gpu.targets import CUDNN
-from keras_strategies.gpu.topology_devices import has_gpus, is_absent_gpu
+from keras_strategies.gpu.topology_devices import CUDNN, has_gpus, is_absent_gpu
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.kernels.attention import attention_for

@@ -6,7 +6,7 @@ import re
 import tomllib
 from typing import Any
 
-from keras_strategies.names import tf_names
+from keras_strategies.names import lazy_names
 
 TF = "tensorflow."
 BACKEND = "keras.backend."
@@ -47,10 +47,10 @@ def _read_renames(document: dict[str, Any]) -> dict[str, str]:
 
 def _read_marks(document: dict[str, Any]) -> dict[str, str]:
     hints = {
-        "distribute": tf_names.DISTRIBUTE,
-        "distribute.experimental": tf_names.EXPERIMENTAL,
-        "distribute.cluster_resolver": tf_names.CLUSTER_RESOLVER,
-        "estimator": tf_names.ESTIMATOR,
+        "distribute": lazy_names.DISTRIBUTE,
+        "distribute.experimental": lazy_names.EXPERIMENTAL,
+        "distribute.cluster_resolver": lazy_names.CLUSTER_RESOLVER,
+        "estimator": lazy_names.ESTIMATOR,
     }
     return document["marked"] | {
         f"{TF}{module}.{name}": f"use {hint}"

@@ -18,7 +18,7 @@ from keras_strategies.fit.inputs.choose_source import (
     make_dataset_source as make_dataset_source,
 )
 from keras_strategies.fit.inputs.feed import make_feed as make_feed
-from keras_strategies.fit.inputs.loop_data import (
+from keras_strategies.fit.inputs.keras_sources import (
     split_validation as split_validation,
 )
 from keras_strategies.fit.scope_hooks import Call as Call

@@ -7,6 +7,7 @@ summed in the program, because most of them are losses to be reduced next.
 """
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -56,9 +57,15 @@ from keras_strategies.step.ragged.variants import (
     group_rows_of_all,
 )
 from keras_strategies.step.traced import combine_sums, jit_named
-from keras_strategies.variables import ownership, shardings
+from keras_strategies.variables import shardings
 from keras_strategies.variables.model_variables import (
+    Owned,
+    are_unshared,
     defer_creation,
+    has_rivals,
+    note_devices,
+    refer_to,
+    take_ownership,
 )
 
 
@@ -114,7 +121,7 @@ class RunProgram:
         # The last call's variables, and whether all replicas wrote the same.
         self._same: list[tuple[keras.Variable, Any]] | None = None
         self._program: Any = None
-        ownership.note_devices(mesh)
+        note_devices(mesh)
 
     def prepare(
         self, leaves: list[Any], others: Iterable[keras.Variable] = ()
@@ -215,7 +222,7 @@ class RunProgram:
             for reference, flag in self._trainable
         )
 
-    def __call__(self, leaves: list[Any], last: ownership.Owned) -> Tree:
+    def __call__(self, leaves: list[Any], last: Owned) -> Tree:
         """Runs the function once on every replica.
 
         Args:
@@ -246,28 +253,24 @@ class RunProgram:
             self._check_last()
         return self._make_results(report, arrays, sums)
 
-    def _collect_state(
-        self, last: ownership.Owned
-    ) -> tuple[list[Any], list[Any]]:
+    def _collect_state(self, last: Owned) -> tuple[list[Any], list[Any]]:
         """Returns the values of written and read variables for the program."""
         written, read, mesh = self._written, self._read, self._mesh
         taken = [v._value for v in written]
         known = [last.get(id(v)) for v in written]
-        is_rivalled = ownership.has_rivals(mesh)
+        is_rivalled = has_rivals(mesh)
         # Arrays that a program returned, and that only the variables refer to,
         # can be donated. Others are checked, and copied if used elsewhere.
-        if is_rivalled or not ownership.are_unshared(taken, known):
+        if is_rivalled or not are_unshared(taken, known):
             pairs = zip(map(id, taken), known, strict=True)
             returned = None if is_rivalled else {k: r for k, r in pairs if r}
-            ownership.take_ownership(
-                taken, written, (), returned, mesh, donate=True
-            )
+            take_ownership(taken, written, (), returned, mesh, donate=True)
         shared = [v._value for v in read]
-        if not ownership.refer_to(self._last_read, shared):
+        if not refer_to(self._last_read, shared):
             references = list(map(weakref.ref, shared))
-            ownership.take_ownership(shared, read, (), None, mesh, donate=False)
+            take_ownership(shared, read, (), None, mesh, donate=False)
             # If arrays had to be moved, check all of them at the next call.
-            are_moved = not ownership.refer_to(references, shared)
+            are_moved = not refer_to(references, shared)
             self._last_read = [] if are_moved else references
         return taken, shared
 
@@ -360,13 +363,10 @@ class RunProgram:
     ) -> BranchResult:
         """Calls the function with one replica's arguments."""
         step = replica_trace.make_step(self._mesh, is_update=self._is_update)
-        sizes = [
-            leaf.shape[1]
-            for leaf, uneven in zip(leaves, self._is_uneven, strict=True)
-            if uneven
-        ]
+        uneven = itertools.compress(leaves, self._is_uneven)
+        sizes = tuple(leaf.shape[1] for leaf in uneven)
         step = step.with_facts(
-            rows_of_all=group_rows_of_all(tuple(sizes), self._variant_rows)
+            rows_of_all=group_rows_of_all(sizes, self._variant_rows)
         )
         step.notes.replica_seeds.update(filter(seeds.is_seed, variables))
         step.notes.before = IdentityMap(zip(variables, folded, strict=True))

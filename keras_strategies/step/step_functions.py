@@ -39,7 +39,7 @@ from keras_strategies.step.state.array_groups import (
 )
 from keras_strategies.step.state.layout import PLAIN, Layout
 from keras_strategies.step.train_program import StepProgram
-from keras_strategies.variables import model_variables, ownership
+from keras_strategies.variables import model_variables
 
 StepFunction = Callable[[Any, Iterator[Any]], tuple[Any, Any]]
 Program = Callable[[Any, Segment], Iterator[tuple[Any, Any]]]
@@ -114,9 +114,9 @@ class StepFunctionCache:
         self._last: dict[str, Any] = {}
         # The arrays that steps returned in earlier calls of `fit` and similar
         # methods.
-        self._arrays: ownership.Owned = {}
+        self._arrays: model_variables.Owned = {}
         self.places: dict[str, tuple[int, int] | None] = {}
-        ownership.note_devices(mesh)
+        model_variables.note_devices(mesh)
         model_variables.models_in_loops.add(model)
 
     def makers(self) -> dict[str, Callable[..., StepFunction]]:
@@ -135,7 +135,9 @@ class StepFunctionCache:
         last = self._last.pop(kind, None)
         if last is not None:
             for holder in find_holders(last):
-                self._arrays = ownership.update_owned(self._arrays, holder)
+                self._arrays = model_variables.update_owned(
+                    self._arrays, holder
+                )
 
     def reset(self) -> None:
         """Discards all step functions, so that they are compiled again."""
@@ -240,10 +242,10 @@ class StepFunctionCache:
         last = self._last.pop(kind, None)
         if state is last:
             return tuple(list(group.arrays) for group in last)
-        owned = None if ownership.has_rivals(self.mesh) else self._arrays
+        owned = None if model_variables.has_rivals(self.mesh) else self._arrays
         holders = _holders(self.model, _GROUPS[kind], last)
         for g, group in enumerate(state):
-            ownership.take_ownership(
+            model_variables.take_ownership(
                 group,
                 variables[g],
                 [holder[g] for holder in holders],

@@ -7,8 +7,8 @@ import jax
 
 from keras_strategies.gpu.topology_devices import is_gpu_name, make_gpu_devices
 from keras_strategies.strategy.strategy import Strategy
+from keras_strategies.tpu.device_groups import make_tpu_devices
 from keras_strategies.tpu.replica_meshes import make_abstract_mesh
-from keras_strategies.tpu.topology_devices import make_tpu_devices
 from keras_strategies.variables.partitioners import PartitionerLike
 
 

@@ -11,11 +11,11 @@ import jax
 from keras_strategies._types import Dataset, Tree
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.source import Source
-from keras_strategies.fit.inputs.choose_source import make_loop_source
-from keras_strategies.fit.inputs.loop_data import (
-    FeedAdapter,
+from keras_strategies.fit.inputs.choose_source import (
     LoopData,
+    make_loop_source,
 )
+from keras_strategies.fit.inputs.keras_sources import FeedAdapter
 from keras_strategies.keras_bridge.keras_names import DATA_ADAPTERS
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.spmd.mesh import ReplicaMesh

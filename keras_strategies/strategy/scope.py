@@ -12,7 +12,7 @@ from keras_strategies.hooks import on_read
 from keras_strategies.keras_bridge.ported_code import warn_of_tensorflow_scope
 from keras_strategies.names import dry_run
 from keras_strategies.strategy import current
-from keras_strategies.variables import ownership, variable_creator
+from keras_strategies.variables import model_variables, variable_creator
 
 
 class Scope:
@@ -35,7 +35,7 @@ class Scope:
             current.stack.entered.append(strategy)
             stack.callback(current.stack.entered.pop)
             enter(variable_creator.distribution_scope(runtime.distribution))
-            ownership.note_devices(runtime.mesh)
+            model_variables.note_devices(runtime.mesh)
             enter(variable_creator.variable_creator_scope(create))
             enter(scope_hooks.keras_hooks(*hooks))
             if (dry := dry_run.get()) is not None:

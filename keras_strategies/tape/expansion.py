@@ -21,6 +21,7 @@ from keras_strategies.passes.collective_cut import find_called_jaxpr
 from keras_strategies.tape.primitives import (
     add_tangent,
     gradient_p,
+    is_inexact,
     is_recorded,
     read_p,
     split_operands,
@@ -106,7 +107,7 @@ def _find_results(equation: Equation, reached: set[Any]) -> list[Any]:
             within.update(_find_results(each, within))
         pairs = zip(results, inner.outvars, strict=True)
         results = [v for v, result in pairs if _is_in(result, within)]
-    return [v for v in results if _is_inexact(v) and not _is_dropped(v)]
+    return [v for v in results if is_inexact(v.aval) and not _is_dropped(v)]
 
 
 class _Values:
@@ -233,10 +234,10 @@ class _Expansion:
             for v in stages.variables(read)
             if v not in on_path and v not in values.known
         }
-        before = stages.needed_equations(
-            equations[: _index(equations, gradient)], missing, lambda _: False
-        )
         if missing:
+            before = stages.needed_equations(
+                equations, missing, lambda _: False
+            )
             self._run(before, values)
             done |= set(map(id, before))
         source_variables = dict.fromkeys(stages.variables(sources))
@@ -274,10 +275,6 @@ class _Expansion:
             yield from self._with_inner_paths(self._paths.get(id(equation), ()))
 
 
-def _index(equations: Sequence[Any], equation: Equation) -> int:
-    return next(k for k, e in enumerate(equations) if e is equation)
-
-
 def _expand_inner(equation: Equation) -> Equation:
     """Expands the tapes of the functions that an equation calls."""
 
@@ -305,17 +302,8 @@ def _is_of_tape(equation: Equation) -> bool:
 
 
 def _is_in(variable: Any, variables: set[Any]) -> bool:
-    return not _is_literal(variable) and variable in variables
-
-
-def _is_literal(variable: Any) -> bool:
-    return isinstance(variable, Literal)
+    return not isinstance(variable, Literal) and variable in variables
 
 
 def _is_dropped(variable: Any) -> bool:
     return isinstance(variable, DropVar)
-
-
-def _is_inexact(variable: Any) -> bool:
-    dtype = getattr(variable.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)

@@ -7,7 +7,9 @@ that a variable is known by what its reads returned, whatever array it holds.
 """
 
 import contextlib
+import functools
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,9 +18,9 @@ import jax.numpy as jnp
 import keras
 from jax.core import Tracer
 
-from keras_strategies._types import Array, Tree
+from keras_strategies._types import Tree
 from keras_strategies.spmd.identity import IdentityMap, IdentitySet
-from keras_strategies.tape import primitives, reads
+from keras_strategies.tape import primitives
 from keras_strategies.tape.expansion import find_path
 
 _numbers = itertools.count()
@@ -77,12 +79,12 @@ class GradientTape:
                 "again. Create "
                 "another `GradientTape`."
             )
-        self.trace = reads.find_trace()
+        self.trace = primitives.find_trace()
         self._scopes = contextlib.ExitStack()
-        self._scopes.enter_context(reads.patches.hold())
+        self._scopes.enter_context(primitives.patches.hold())
         self._scopes.enter_context(jax.named_scope(self._mark + primitives.ON))
-        reads.recording.tapes.append(self)
-        self._scopes.callback(reads.recording.tapes.remove, self)
+        primitives.recording.tapes.append(self)
+        self._scopes.callback(primitives.recording.tapes.remove, self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,13 +101,13 @@ class GradientTape:
           ValueError: if the tape does not record.
         """
         self._check_records("stop_recording")
-        place = reads.recording.tapes.index(self)
-        del reads.recording.tapes[place]
+        place = primitives.recording.tapes.index(self)
+        del primitives.recording.tapes[place]
         try:
             with jax.named_scope(self._mark + primitives.OFF):
                 yield
         finally:
-            reads.recording.tapes.insert(place, self)
+            primitives.recording.tapes.insert(place, self)
 
     def reset(self) -> None:
         """Forgets all that was recorded, and goes on to record.
@@ -135,7 +137,8 @@ class GradientTape:
             if isinstance(leaf, keras.Variable):
                 self._chosen.add(leaf)
                 continue
-            primitives.check_traced(self.trace is not None)
+            if self.trace is None:
+                primitives.refuse_untraced()
             if not isinstance(leaf, Tracer):
                 raise ValueError(
                     "A tape can only watch variables, and arrays that are "
@@ -143,7 +146,7 @@ class GradientTape:
                     f"of type {type(leaf).__name__}. Convert it within the "
                     "code: `keras.ops.convert_to_tensor`."
                 )
-            if reads.is_inexact(leaf):
+            if primitives.is_inexact(leaf):
                 self._watched.append(leaf)
 
     def watched_variables(self) -> tuple[keras.Variable, ...]:
@@ -190,7 +193,10 @@ class GradientTape:
             )
         self._is_used = True
         leaves, structure = jax.tree.flatten(sources, is_leaf=_is_variable)
-        targets = [_read_now(leaf) for leaf in _flatten(target)]
+        targets = [
+            leaf.value if _is_variable(leaf) else leaf
+            for leaf in _flatten(target)
+        ]
         seeds = _match_seeds(output_gradients, targets)
         found = self._differentiate(leaves, targets, seeds)
         if kind == "zero":
@@ -220,7 +226,7 @@ class GradientTape:
             )
 
     def _check_is_innermost(self) -> None:
-        if reads.recording.tapes[-1:] != [self]:
+        if primitives.recording.tapes[-1:] != [self]:
             raise ValueError(
                 "Tapes must be left in the reverse of the order in which they "
                 "were entered, and only the innermost can be reset. Use nested "
@@ -237,10 +243,11 @@ class GradientTape:
         pairs = [
             pair
             for pair in zip(targets, seeds, strict=True)
-            if reads.is_inexact(pair[0])
+            if primitives.is_inexact(pair[0])
         ]
-        trace = reads.find_trace()
-        primitives.check_traced(trace is not None and trace is self.trace)
+        trace = primitives.find_trace()
+        if trace is None or trace is not self.trace:
+            primitives.refuse_untraced()
         arrays = [
             (self._reads.get(leaf) or []) if _is_variable(leaf) else [leaf]
             for leaf in sources
@@ -249,12 +256,16 @@ class GradientTape:
         roots += [read for v in self._reads for read in self._reads[v]]
         _, found = find_path(
             self.trace.frame.get_eqns(),
-            reads.find_variables(roots),
-            reads.find_variables([target for target, _ in pairs]),
+            primitives.find_variables(roots),
+            primitives.find_variables([target for target, _ in pairs]),
             self._mark,
         )
         connected = [
-            [a for a in each if not found.isdisjoint(reads.find_variables([a]))]
+            [
+                a
+                for a in each
+                if not found.isdisjoint(primitives.find_variables([a]))
+            ]
             for each in arrays
         ]
         flat = list(itertools.chain(*connected))
@@ -269,9 +280,10 @@ class GradientTape:
             )
         )
         # Those of complex sources are conjugates of JAX's.
+        parts = [[next(gradients) for _ in each] for each in connected]
         return [
-            jnp.conj(_add([next(gradients) for _ in each])) if each else None
-            for each in connected
+            jnp.conj(functools.reduce(operator.add, each)) if each else None
+            for each in parts
         ]
 
     def watches(self, variable: keras.Variable) -> bool:
@@ -295,10 +307,6 @@ def _flatten(nest: Tree) -> list[Any]:
     return jax.tree.leaves(nest, is_leaf=_is_variable)
 
 
-def _read_now(leaf: Any) -> Any:
-    return leaf.value if _is_variable(leaf) else leaf
-
-
 def _match_seeds(seeds: Tree, targets: Sequence[Any]) -> list[Any]:
     """Returns the gradient with respect to each target."""
     leaves = [None] * len(targets)
@@ -315,8 +323,3 @@ def _match_seeds(seeds: Tree, targets: Sequence[Any]) -> list[Any]:
         jnp.conj(jnp.full(jnp.shape(x), value, jnp.result_type(x)))
         for value, x in zip(values, targets, strict=True)
     ]
-
-
-def _add(gradients: Sequence[Array]) -> Array:
-    first, *others = gradients
-    return sum(others, first)

@@ -1,13 +1,22 @@
-"""The equations that tapes add to a trace. `expansion.py` removes them."""
+"""The equations that tapes add to a trace: reads of variables, and gradients.
 
-from collections.abc import Sequence
+`expansion.py` removes them.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
+import jax.numpy as jnp
+import keras
+from jax._src import core
+from jax.extend.core import Primitive, Var
 from jax.interpreters import ad, batching, mlir
 
 from keras_strategies._types import Array, Equation
+from keras_strategies.keras_bridge.patches import Patch, Patches
 
 ON, OFF = "on", "off"
 """The ends of the names of the scopes in which a tape records, or does not."""
@@ -31,11 +40,6 @@ gradient_p = Primitive("ks_tape_gradient")
 """Gradients of targets. The operands are the targets, the gradients with
 respect to the targets, and the sources."""
 gradient_p.multiple_results = True
-
-
-def read(value: Array) -> Any:
-    """Returns a value as the result of an equation of its own."""
-    return read_p.bind(value)
 
 
 def differentiate(
@@ -87,14 +91,9 @@ def _refuse_nested(*_: Any, **__: Any) -> Any:
     raise RuntimeError(_NESTED)
 
 
-def _refuse_untraced(*_: Any, **__: Any) -> Any:
+def refuse_untraced(*_: Any, **__: Any) -> Any:
+    """Raises RuntimeError: a tape is used outside of a trace."""
     raise RuntimeError(_UNTRACED)
-
-
-def check_traced(is_traced: bool) -> None:
-    """Raises RuntimeError if gradients are computed outside of a trace."""
-    if not is_traced:
-        _refuse_untraced()
 
 
 read_p.def_impl(lambda value: value)
@@ -103,11 +102,11 @@ ad.deflinear2(read_p, lambda cotangent, value: [cotangent])
 batching.defvectorized(read_p)
 mlir.register_lowering(read_p, lambda context, value: [value])
 
-gradient_p.def_impl(_refuse_untraced)
+gradient_p.def_impl(refuse_untraced)
 gradient_p.def_abstract_eval(_infer_gradients)
 ad.primitive_jvps[gradient_p] = _refuse_nested
 batching.primitive_batchers[gradient_p] = _refuse_nested
-mlir.register_lowering(gradient_p, _refuse_untraced)
+mlir.register_lowering(gradient_p, refuse_untraced)
 
 
 @jax.custom_jvp
@@ -121,3 +120,79 @@ def add_tangent(value: Array, offset: Array) -> Array:
 def _add_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
     # The result has the tangents of outer derivatives, too.
     return add_tangent(*primals), tangents[0] + tangents[1]
+
+
+class _Recording(threading.local):
+    """The tapes that record in this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.tapes: list[Any] = []
+        self.is_reading = False
+
+
+recording = _Recording()
+
+
+def find_trace() -> Any:
+    """Returns the trace that records equations now, or None."""
+    trace = core.trace_ctx.trace
+    return trace if hasattr(trace, "frame") else None
+
+
+def find_variables(arrays: Sequence[Any]) -> list[Any]:
+    """Returns the variables of tracers in the jaxpr of their trace."""
+    found = (getattr(array, "val", None) for array in arrays)
+    return [v for v in found if isinstance(v, Var)]
+
+
+def is_inexact(value: Any) -> bool:
+    """Returns whether a value is an array that has derivatives."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _note_read(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_current_value(
+        scope: keras.StatelessScope, variable: keras.Variable
+    ) -> Any:
+        if recording.is_reading or not recording.tapes:
+            return original(scope, variable)
+        # A scope may read the value from an outer one.
+        recording.is_reading = True
+        try:
+            value = original(scope, variable)
+        finally:
+            recording.is_reading = False
+        return _read(variable, value) if is_inexact(value) else value
+
+    return get_current_value
+
+
+def _read(variable: keras.Variable, value: Any) -> Any:
+    """Returns the value of a variable as a source of the tapes that watch it.
+
+    Tapes of the same trace share the equation.
+    """
+    tapes = [tape for tape in recording.tapes if tape.watches(variable)]
+    current = find_trace()
+    # A value of an inner trace is none of the tape's trace.
+    is_inner = getattr(value, "_trace", None) is current
+    for trace, trace_tapes in itertools.groupby(tapes, lambda tape: tape.trace):
+        if trace is not None and (trace is current or not is_inner):
+            with core.set_current_trace(trace):
+                value = read_p.bind(value)
+            for tape in trace_tapes:
+                tape.note_read(variable, value)
+    return value
+
+
+def _find_patches() -> Iterator[Patch]:
+    """Yields the methods by which scopes return the values of variables."""
+    classes: list[type] = [keras.StatelessScope]
+    for cls in classes:
+        classes += cls.__subclasses__()
+        if "get_current_value" in vars(cls):
+            yield cls, "get_current_value", _note_read
+
+
+patches = Patches(_find_patches)

@@ -7,8 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from keras_strategies.gpu.targets import TARGETS
-from keras_strategies.gpu.topology_devices import is_absent_gpu
+from keras_strategies.gpu.topology_devices import TARGETS, is_absent_gpu
 
 if TYPE_CHECKING:
     import jax

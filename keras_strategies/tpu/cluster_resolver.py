@@ -23,8 +23,8 @@ from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver,
 )
 from keras_strategies.cluster.spec import ClusterSpec
+from keras_strategies.tpu.device_groups import get_slice
 from keras_strategies.tpu.topology import Topology
-from keras_strategies.tpu.topology_devices import get_slice
 
 LOCAL = "local"
 _SETTER = "Cloud TPU"

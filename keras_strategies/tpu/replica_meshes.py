@@ -20,11 +20,11 @@ from keras_strategies.tpu.device_assignment import (
 )
 from keras_strategies.tpu.device_groups import (
     default_device_order,
+    get_slice,
     group_devices,
     group_replicas,
 )
 from keras_strategies.tpu.topology import Topology
-from keras_strategies.tpu.topology_devices import get_slice
 
 Assignments = DeviceAssignment | Sequence[DeviceAssignment]
 

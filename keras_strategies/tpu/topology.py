@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.exchange.message_forms import load_form
-from keras_strategies.tpu.topology_devices import (
+from keras_strategies.tpu.device_groups import (
     Cell,
     IntArray,
     compute_box,

@@ -243,9 +243,8 @@ def make_real(variable: keras.Variable) -> Callable[..., Any] | None:
     variable.__class__ = keras.Variable
     for name in (_LAYER, _LOST, _SLOTS, _VALUE):
         variable.__dict__.pop(name, None)
-    placement = placement_of(variable)
-    if placement is not None:
-        make_sharded(variable, placement.mesh)
+    if placement_of(variable) is not None:
+        make_sharded(variable)
     return initializer
 
 

@@ -208,7 +208,7 @@ class Placements:
             sum_dtype=sum_dtype,
         )
         setattr(variable, _PLACEMENT, placement)
-        make_sharded(variable, self._mesh)
+        make_sharded(variable)
 
     def _sharding(self, axes: Axes) -> NamedSharding:
         if not any(axes):
@@ -313,7 +313,7 @@ def shard_like(slot: keras.Variable, weight: keras.Variable) -> None:
             placement, sharding=placement.of_slots
         )
         setattr(slot, _PLACEMENT, slot_placement)
-        make_sharded(slot, placement.mesh)
+        make_sharded(slot)
 
 
 def shard_slots_by_names(
@@ -350,8 +350,6 @@ def shard_slots_by_names(
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
-_MESH = "_ks_mesh"
-
 
 class ShardedVariable(keras.Variable):
     """A variable whose value is sharded; see `make_sharded`."""
@@ -361,20 +359,19 @@ class ShardedVariable(keras.Variable):
         value = self.value
         if not isinstance(value, jax.Array) or isinstance(value, Tracer):
             return super().__array__(dtype)
-        return np.asarray(_gather(value, getattr(self, _MESH)), dtype)
+        mesh: ReplicaMesh = getattr(self, _PLACEMENT).mesh
+        return np.asarray(_gather(value, mesh), dtype)
 
 
-def make_sharded(variable: keras.Variable, mesh: ReplicaMesh) -> None:
-    """Makes a sharded variable readable as one NumPy array."""
+def make_sharded(variable: keras.Variable) -> None:
+    """Makes a variable that has a placement readable as one NumPy array."""
     if type(variable) is keras.Variable:
         variable.__class__ = ShardedVariable
-        setattr(variable, _MESH, mesh)
 
 
 def make_plain(variable: keras.Variable) -> None:
     """Makes a variable a plain Keras variable again."""
     if isinstance(variable, ShardedVariable):
-        delattr(variable, _MESH)
         variable.__class__ = keras.Variable
 
 

@@ -25,7 +25,7 @@ from keras_strategies.spmd.compiled import Figures
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import replica_map, split_spec
 from keras_strategies.tpu.chips import find_memory
-from keras_strategies.tpu.topology_devices import make_tpu_devices
+from keras_strategies.tpu.device_groups import make_tpu_devices
 from keras_strategies.watchdog import progress
 from tests.support import compiling
 from tests.support.commands import python

@@ -61,7 +61,7 @@ from keras.src.utils import file_utils
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_strategies.fit import scope_hooks
-from keras_strategies.fit.inputs.loop_data import LoopData
+from keras_strategies.fit.inputs.choose_source import LoopData
 from keras_strategies.keras_bridge.keras_names import (
     BUILDS_FIRST,
     MAYBE_BUILD,

@@ -12,8 +12,8 @@ import pytest
 from jax.experimental import topologies
 
 import keras_strategies as ks
-from keras_strategies.gpu.targets import TARGETS
 from keras_strategies.gpu.topology_devices import (
+    TARGETS,
     complete_options,
     is_absent_gpu,
     make_gpu_devices,

@@ -9,7 +9,7 @@ import pytest
 from keras import ops, optimizers
 
 import keras_strategies as ks
-from keras_strategies.variables import ownership
+from keras_strategies.variables import model_variables
 from tests.parity.models import TwoOptimizers
 from tests.support.combinations import combine, few
 from tests.support.models import chain, compiled_in
@@ -174,8 +174,10 @@ class Copies(keras.callbacks.Callback):
     def __init__(self, monkeypatch):
         super().__init__()
         self.counts, self._count = [], 0
-        self._copy = ownership.copy_with_sharding
-        monkeypatch.setattr(ownership, "copy_with_sharding", self._count_one)
+        self._copy = model_variables.copy_with_sharding
+        monkeypatch.setattr(
+            model_variables, "copy_with_sharding", self._count_one
+        )
 
     def _count_one(self, *args):
         self._count += 1
@@ -191,7 +193,7 @@ def test_reading_variables_keeps_steps_in_place(rows, monkeypatch):
     counts = []
     for k in (None, 4):
         # Other tests' strategies over some of the devices would cause copies.
-        monkeypatch.setattr(ownership, "_device_sets", set())
+        monkeypatch.setattr(model_variables, "_device_sets", set())
         copies = Copies(monkeypatch)
         with mirrored(2).scope():
             model = net()

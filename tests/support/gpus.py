@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from keras_strategies.gpu.targets import TARGETS
+from keras_strategies.gpu.topology_devices import TARGETS
 
 
 @dataclasses.dataclass(frozen=True)

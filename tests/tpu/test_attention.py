@@ -8,7 +8,7 @@ import keras_strategies as ks
 from keras_strategies.kernels import attention, splash_attention
 from keras_strategies.planning.program.costs import Costs
 from keras_strategies.tpu.chips import find_chip
-from keras_strategies.tpu.topology_devices import make_tpu_devices
+from keras_strategies.tpu.device_groups import make_tpu_devices
 
 pytestmark = pytest.mark.tpu
 

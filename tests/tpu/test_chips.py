@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_strategies.gpu.targets import TARGETS
+from keras_strategies.gpu.topology_devices import TARGETS
 from keras_strategies.tpu.chips import find_chip, find_memory
 from tests.support.gpus import Gpu
 from tests.support.slices import Tpu

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from keras_strategies.tpu import device_groups
 from keras_strategies.tpu.device_assignment import replica_mesh_devices
+from keras_strategies.tpu.device_groups import make_tpu_devices
 from keras_strategies.tpu.experimental import DeviceAssignment, Topology
-from keras_strategies.tpu.topology_devices import make_tpu_devices
 from tests.support.slices import make_slice
 
 pytestmark = pytest.mark.tpu

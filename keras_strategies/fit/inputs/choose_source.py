@@ -46,10 +46,34 @@ from keras_strategies.fit.inputs.keras_sources import (
     ArraySource,
     PyDatasetSource,
 )
-from keras_strategies.fit.inputs.loop_data import LoopData
 from keras_strategies.gpu.topology_devices import hide_gpus
 from keras_strategies.spmd.host_arrays import check_numbers
 from keras_strategies.spmd.mesh import ReplicaMesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopData:
+    """The data passed to `fit`, `evaluate` or `predict`.
+
+    Attributes:
+      x: The inputs: a nest of arrays, or a dataset of batches.
+      y: The targets, if `x` is a nest of arrays.
+      sample_weight: A weight for each row, if `x` is a nest of arrays.
+      class_weight: Maps a class to the weight of the rows of that class.
+      batch_size: The number of rows of a global batch, if `x` is a nest of
+        arrays.
+      shuffle: Whether to shuffle the rows of arrays in each epoch.
+      steps_per_epoch: The number of steps in an epoch. None if an epoch is a
+        full pass over the data.
+    """
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    class_weight: Any = None
+    batch_size: int | None = None
+    shuffle: Any = False
+    steps_per_epoch: int | None = None
 
 
 def make_loop_source(

@@ -20,16 +20,16 @@ from keras_strategies.data import batch_spec
 from keras_strategies.data.steps import Steps
 from keras_strategies.fit.inputs import keras_sources
 from keras_strategies.fit.inputs.agree_source import check_same_rows
-from keras_strategies.fit.inputs.choose_source import make_loop_source
+from keras_strategies.fit.inputs.choose_source import (
+    LoopData,
+    make_loop_source,
+)
 from keras_strategies.fit.inputs.feed_position import (
     Division,
     FeedPosition,
     Place,
 )
-from keras_strategies.fit.inputs.loop_data import (
-    FeedAdapter,
-    LoopData,
-)
+from keras_strategies.fit.inputs.keras_sources import FeedAdapter
 from keras_strategies.spmd.batches import (
     Execution,
     HostBatch,

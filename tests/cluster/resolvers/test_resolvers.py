@@ -84,7 +84,6 @@ print(sorted({"jax", "keras", "tensorflow", "kubernetes"} & set(sys.modules)))
         "cluster_resolver",
         "names",
         "names.lazy_names",
-        "names.tf_names",
     ]
     assert first == [f"keras_strategies.{name}" for name in lazy]
     assert heavy == []

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from keras_strategies.gpu.targets import TARGETS
+from keras_strategies.gpu.topology_devices import TARGETS
 from keras_strategies.planning.compile import compiler as compiling
 from keras_strategies.planning.compile.compiler import Compiler, DoesNotFit
 from keras_strategies.planning.program.costs import Costs
