@@ -7,6 +7,7 @@ rest of the program reads what they return. In the path of an outer tape there
 may be a gradient of an inner one: it is a function of the sources, too.
 """
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -134,8 +135,8 @@ class _Values:
 
     def is_split_at(self, equation: Equation) -> bool:
         """Returns whether an equation must be computed by itself."""
-        is_special = equation.primitive in (read_p, gradient_p)
-        return is_special or any(v in self._offsets for v in equation.outvars)
+        is_read = equation.primitive is read_p
+        return is_read or any(v in self._offsets for v in equation.outvars)
 
     def within(
         self, free: dict[Any, Any], offsets: dict[Any, Any], computed: set[Any]
@@ -187,28 +188,23 @@ class _Expansion:
 
     def _compute(self, equations: Sequence[Any], values: _Values) -> None:
         """Computes equations without gradients, in their order."""
-        pending: list[Any] = []
+        groups = itertools.groupby(equations, values.is_split_at)
+        for is_split, group in groups:
+            rest = list(group)
+            for part in [[e] for e in rest] if is_split else [rest]:
+                values.put(*self._evaluate(part, values))
 
-        def flush() -> None:
-            results = [v for e in pending for v in e.outvars]
-            results = [v for v in results if not _is_dropped(v)]
-            arrays = stages.compute_equations(
-                self._jaxpr, pending, results, values.known.__getitem__
-            )
-            values.put(results, arrays)
-            pending.clear()
-
-        for equation in equations:
-            if not values.is_split_at(equation):
-                pending.append(equation)
-                continue
-            flush()
-            if equation.primitive is read_p:
-                values.put(equation.outvars, [values[equation.invars[0]]])
-            else:
-                pending.append(equation)
-                flush()
-        flush()
+    def _evaluate(
+        self, equations: Sequence[Any], values: _Values
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the results of equations, and their values."""
+        if equations[0].primitive is read_p:
+            return equations[0].outvars, [values[equations[0].invars[0]]]
+        results = [v for e in equations for v in e.outvars]
+        results = [v for v in results if not _is_dropped(v)]
+        return results, stages.compute_equations(
+            self._jaxpr, equations, results, values.known.__getitem__
+        )
 
     def _differentiate(
         self, gradient: Equation, equations: Sequence[Any], values: _Values

@@ -179,33 +179,29 @@ class Placements:
         if not self.layout_map and self.partitioner is None:
             return
         variables = list(variables)
-        if self.partitioner is not None:
-            self._partition(variables, self.partitioner)
-        else:
-            for variable in variables:
-                self._assign_one(variable)
+        new = list(filter(self._needs_choice, variables))
+        over_cores = list(map(self.layout_map.find_axes, new))
+        dims = self._choose_dimensions(new, over_cores)
+        for variable, axes, dim in zip(new, over_cores, dims, strict=True):
+            if dim is not None or any(axes):
+                self._place(variable, axes, dim)
         shard_slots_by_names(variables, self._mesh)
 
-    def _assign_one(self, variable: keras.Variable) -> None:
-        shape = variable.shape
-        if variable.synchronization == "on_read" or shape is None:
-            return
-        axes = self.layout_map.find_axes(variable)
-        if any(axes):
-            self._place(variable, self._sharding(axes))
-
     def _place(
-        self,
-        variable: keras.Variable,
-        sharding: NamedSharding,
-        of_slots: NamedSharding | None = None,
-        sum_dtype: str | None = None,
+        self, variable: keras.Variable, axes: Axes, dim: Dimension
     ) -> None:
+        """Shards a variable over cores, and along `dim` over the replicas."""
+        partitioner, of_slots = self.partitioner, axes
+        if dim is not None:
+            of_slots = _strip_trailing(
+                (*axes[:dim], self._mesh.axis, *axes[dim + 1 :])
+            )
+        is_replicated = bool(partitioner and partitioner.has_replicated_weights)
         placement = Placement(
             mesh=self._mesh,
-            sharding=sharding,
-            of_slots=of_slots or sharding,
-            sum_dtype=sum_dtype,
+            sharding=self._sharding(axes if is_replicated else of_slots),
+            of_slots=self._sharding(of_slots),
+            sum_dtype=partitioner.sum_dtype if partitioner else None,
         )
         setattr(variable, _PLACEMENT, placement)
         make_sharded(variable)
@@ -219,48 +215,20 @@ class Placements:
             )
         return self._shardings[axes]
 
-    def _partition(
-        self, variables: list[keras.Variable], partitioner: Partitioner
-    ) -> None:
-        """Places variables by the partitioner's choices.
-
-        The partitioner is asked once for each variable, so that a placement
-        never changes.
-        """
-        new = [v for v in variables if self._needs_choice(v)]
-        over_cores = list(map(self.layout_map.find_axes, new))
-        dims = self._choose_dimensions(partitioner, new, over_cores)
-        is_replicated = partitioner.has_replicated_weights
-        for variable, axes, dim in zip(new, over_cores, dims, strict=True):
-            setattr(variable, _ASKED, self._mesh)
-            if dim is None and not any(axes):
-                continue
-            of_slots = axes
-            if dim is not None:
-                of_slots = _strip_trailing(
-                    (*axes[:dim], self._mesh.axis, *axes[dim + 1 :])
-                )
-            self._place(
-                variable,
-                self._sharding(axes if is_replicated else of_slots),
-                self._sharding(of_slots),
-                partitioner.sum_dtype,
-            )
-
     def _choose_dimensions(
-        self,
-        partitioner: Partitioner,
-        variables: list[keras.Variable],
-        over_cores: list[Axes],
+        self, variables: list[keras.Variable], over_cores: list[Axes]
     ) -> list[Dimension]:
         """Returns the dimensions that the partitioner chooses in all processes.
 
+        It is asked once for each variable, so that a placement never changes.
         If processes sharded a variable differently, they would wait for each
         other in different programs. So they compare their choices: those of a
         `FullySharded` only once, and those of a function each time, because
         the function may return anything.
         """
-        mesh = self._mesh
+        mesh, partitioner = self._mesh, self.partitioner
+        if partitioner is None:
+            return [None] * len(variables)
         is_single = mesh.num_processes == 1 or mesh.is_abstract
         is_known = self._is_compared and not partitioner.is_function
         # Scalars are never sharded.
@@ -288,11 +256,15 @@ class Placements:
         if is_compared:
             same_variables.compare(mesh.processes)
             self._is_compared = True
+        for variable in variables:
+            setattr(variable, _ASKED, mesh)
         return dims
 
     def _needs_choice(self, variable: keras.Variable) -> bool:
         if variable.synchronization == "on_read" or variable.shape is None:
             return False
+        if self.partitioner is None:
+            return True
         placement = placement_of(variable)
         is_placed = placement is not None and placement.mesh is self._mesh
         is_decided = getattr(variable, _ASKED, None) is self._mesh
