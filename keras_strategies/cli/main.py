@@ -151,8 +151,7 @@ _MIGRATE_OPTIONS: tuple[Option, ...] = (
     ),
     (
         "--report",
-        "also write the report to a file: JSON if its name ends in .json, else "
-        "Markdown",
+        "also write the report to a file, as a table in Markdown",
         {"metavar": "FILE", "dest": "report_file"},
     ),
 )

@@ -5,357 +5,290 @@ layer, a loss or a metric becomes `keras.ops`. The functions of several files
 are followed together.
 """
 
+import ast
 import collections
 import dataclasses
 import enum
-
-import libcst as cst
+from collections.abc import Iterable
 
 from keras_strategies.migrate import tables
-from keras_strategies.migrate.chains import dotted_name
-from keras_strategies.migrate.scopes import Names, Scope
+from keras_strategies.migrate.scopes import (
+    FUNCTIONS,
+    Names,
+    Scope,
+    dotted_name,
+)
 
-_TF_DATA = "tensorflow.data."
 _RUN_METHODS = ("run", "experimental_run_v2", "call_for_each_replica")
-_FUNCTION = "tensorflow.function"
-_PYTHON_CALLS = frozenset(
-    {"tensorflow.py_function", "tensorflow.numpy_function"}
-)
-_OTHER_RUNNERS = frozenset({"app", "subprocess", "asyncio", "sess", "session"})
-_OTHER_MAPS = ("jax.", "keras.", "tensorflow.", "functools.")
-_INPUTS = frozenset(
-    {"keras.Input", "keras.layers.Input", "keras.engine.input_layer.Input"}
-)
-_PARTS = ("Model", "Layer", "Loss", "Metric", "Callback", "Regularizer")
+_TF_FUNCTIONS = ("tensorflow.function", "keras_strategies.function")
+_LIBRARIES = ("keras.", "tensorflow.", "jax.", "numpy.", "keras_strategies.")
 
 
-class Language(enum.Enum):
-    """The language of a function's operations."""
+class Language(enum.Flag):
+    """The language of a function's operations; both, if it serves both."""
 
-    HOST = "host"
-    STEP = "step"
-    DATA = "data"
-    BOTH = "both"
+    HOST = 0
+    STEP = enum.auto()
+    DATA = enum.auto()
+    BOTH = STEP | DATA
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(eq=False, kw_only=True)
 class File:
     """A file of a project, whose functions are followed with the others'.
 
     Attributes:
       module: Its dotted name as far as it is known: "project.losses".
       names: Its names.
-      steps: The functions that certainly are computed in steps.
-      data: Those that datasets call.
+      found: The functions that certainly are computed in steps, and those that
+        datasets call.
+      elsewhere: The full names of imported functions that are, likewise.
       around: The functions that call `run`.
-      steps_elsewhere: Full names of imported functions that are computed in
-        steps.
-      data_elsewhere: The same for datasets.
+      symbolic: The calls with tensors of a functional model.
     """
 
     module: str
     names: Names
-    steps: set[Scope] = dataclasses.field(default_factory=set)
-    data: set[Scope] = dataclasses.field(default_factory=set)
+    found: dict[Language, set[Scope]] = dataclasses.field(
+        default_factory=lambda: {Language.STEP: set(), Language.DATA: set()}
+    )
+    elsewhere: dict[Language, set[str]] = dataclasses.field(
+        default_factory=lambda: {Language.STEP: set(), Language.DATA: set()}
+    )
     around: set[Scope] = dataclasses.field(default_factory=set)
-    steps_elsewhere: set[str] = dataclasses.field(default_factory=set)
-    data_elsewhere: set[str] = dataclasses.field(default_factory=set)
-    symbolic: set[cst.CSTNode] = dataclasses.field(default_factory=set)
+    symbolic: set[ast.AST] = dataclasses.field(default_factory=set)
+
+    def language_of(self, scope: Scope) -> Language:
+        """Returns the language of the code in a scope."""
+        for each in scope.enclosing():
+            found = [kind for kind in self.found if each in self.found[kind]]
+            if found:
+                return found[0] | found[-1]
+        return Language.HOST
+
+    def is_around(self, scope: Scope) -> bool:
+        """Returns whether code is in a `tf.function` that calls `run`."""
+        return any(
+            each in self.around
+            and any(
+                self.names.full_name(getattr(node, "func", node))
+                in _TF_FUNCTIONS
+                for node in getattr(each.node, "decorator_list", ())
+            )
+            for each in scope.enclosing()
+        )
+
+    def count(self) -> int:
+        """Returns how many functions are known."""
+        return sum(map(len, [*self.found.values(), *self.elsewhere.values()]))
 
 
 def follow(files: list[File]) -> None:
-    """Completes each file's `steps` and `data` by what their functions call."""
-    for file in files:
-        _find_roots(file)
-        _find_symbolic(file)
+    """Completes what each file's functions are by what they call."""
     by_module = collections.defaultdict(list)
     for file in files:
         by_module[file.module.split(".")[-1]].append(file)
-    while True:
-        before = _count(files)
+        for scope in file.names.scopes.values():
+            _find_roots(file, scope)
+            _find_symbolic(file, scope)
+    count = -1
+    while count != (count := sum(file.count() for file in files)):
         for file in files:
-            for kind in ("steps", "data"):
+            for kind in file.found:
                 _reach(file, kind)
-                for name in getattr(file, f"{kind}_elsewhere"):
+                for name in file.elsewhere[kind]:
                     _enter_elsewhere(name, kind, by_module)
-        if _count(files) == before:
-            return
 
 
-def language_of(file: File, scope: Scope) -> Language:
-    """Returns the language of the code in a scope."""
-    for each in scope.enclosing():
-        is_step, is_data = each in file.steps, each in file.data
-        if is_step and is_data:
-            return Language.BOTH
-        if is_step:
-            return Language.STEP
-        if is_data:
-            return Language.DATA
-    return Language.HOST
-
-
-def is_around(file: File, scope: Scope) -> bool:
-    """Returns whether code is in a `tf.function` that calls `run`."""
-    return any(
-        each in file.around and has_decorator(file.names, each, _FUNCTION)
-        for each in scope.enclosing()
-    )
-
-
-def has_decorator(names: Names, scope: Scope, full_name: str) -> bool:
-    """Returns whether a function has a decorator, with or without arguments."""
-    if not isinstance(scope.node, cst.FunctionDef):
-        return False
-    for each in scope.node.decorators:
-        node = each.decorator
-        node = node.func if isinstance(node, cst.Call) else node
-        if names.full_name(node) in (full_name, _OURS.get(full_name)):
-            return True
-    return False
-
-
-_OURS = {_FUNCTION: "keras_strategies.function"}
-
-
-def _count(files: list[File]) -> int:
-    return sum(
-        len(f.steps)
-        + len(f.data)
-        + len(f.steps_elsewhere)
-        + len(f.data_elsewhere)
-        for f in files
-    )
-
-
-def _find_roots(file: File) -> None:
-    for scope in file.names.scopes:
-        if isinstance(scope.node, cst.ClassDef) and _is_keras_class(
-            file.names, scope
-        ):
-            file.steps |= {
-                method
-                for name, method in scope.functions.items()
-                if name in tables.WORDS["step_methods"]
-            }
-        if isinstance(scope.node, cst.FunctionDef):
-            _find_root(file, scope)
-        for call in scope.calls:
-            _read_call(file, scope, call)
-
-
-def _find_root(file: File, scope: Scope) -> None:
-    params = scope.node.params.params
-    names = [param.name.value for param in params]
-    if {"y_true", "y_pred"} <= set(names):
-        file.steps.add(scope)
-    if scope.name == "input_fn":
-        file.data.add(scope)
+def _find_roots(file: File, scope: Scope) -> None:
+    node = scope.node
+    if isinstance(node, ast.ClassDef) and _is_keras_class(file.names, scope):
+        names = tables.WORDS["step_methods"] & scope.functions.keys()
+        file.found[Language.STEP] |= {scope.functions[name] for name in names}
+    if isinstance(node, FUNCTIONS):
+        if {"y_true", "y_pred"} <= {arg.arg for arg in node.args.args}:
+            file.found[Language.STEP].add(scope)
+        if node.name == "input_fn":
+            file.found[Language.DATA].add(scope)
+    for call in scope.calls:
+        _read_call(file, scope, call)
 
 
 def _is_keras_class(names: Names, scope: Scope) -> bool:
     """Returns whether a class inherits from one of Keras, in this file."""
+    assert isinstance(scope.node, ast.ClassDef)
     for base in scope.node.bases:
-        text = dotted_name(base.value) or ""
-        full = names.full_name(base.value)
-        if full is not None and full.split(".")[0] in ("keras", "keras_hub"):
-            return True
-        if full == "tensorflow.Module":
+        text, full = dotted_name(base), names.full_name(base)
+        root = full.split(".")[0]
+        if root in ("keras", "keras_hub") or full == "tensorflow.Module":
             return True
         for each in scope.parent.visible() if scope.parent else ():
-            other = each.classes.get(text)
-            if other is not None and other is not scope:
+            other = each.classes.get(text, scope)
+            if other is not scope:
                 return _is_keras_class(names, other)
         # Of another file of the project.
-        if text.endswith(_PARTS) and (full or "").split(".")[0] not in (
-            "torch",
-            "tensorflow",
-        ):
+        is_part = text.endswith(tuple(tables.WORDS["parts"]))
+        if is_part and root not in ("torch", "tensorflow"):
             return True
     return False
 
 
-def _read_call(file: File, scope: Scope, call: cst.Call) -> None:
-    names = file.names
-    method = (
-        call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+def _read_call(file: File, scope: Scope, call: ast.Call) -> None:
+    """Finds the functions that a call computes in steps or in datasets."""
+    full = file.names.full_name(call.func)
+    method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    values = [*call.args, *(word.value for word in call.keywords)]
+    is_data = full.startswith("tensorflow.data.")
+    if is_data or full in tables.WORDS["python_calls"]:
+        _add(file, Language.DATA, scope, values)
+    is_other = full.startswith(("jax.", "keras.", "tensorflow.", "functools."))
+    if method in tables.WORDS["data_methods"] and not is_other:
+        _add(file, Language.DATA, scope, values)
+    owners = {*full.split("."), *dotted_name(call.func).split(".")[-2:-1]}
+    is_run = method in _RUN_METHODS and not (
+        owners & tables.WORDS["other_runners"]
     )
-    full = names.full_name(call.func) or ""
-    is_method = method in tables.WORDS["data_methods"]
-    is_data = full.startswith(_TF_DATA) or full in _PYTHON_CALLS
-    if is_data or (is_method and not full.startswith(_OTHER_MAPS)):
-        _add(file, "data", scope, [arg.value for arg in call.args])
-    is_run = method in _RUN_METHODS and _is_run(call, full)
-    if is_run and _add(file, "steps", scope, [call.args[0].value]):
-        file.around.update(s for s in scope.enclosing() if s.is_function)
-    for arg in call.args:
-        word = arg.keyword.value if arg.keyword else ""
-        if word in tables.WORDS["step_arguments"]:
-            _add(file, "steps", scope, _elements(arg.value))
-        if word == "input_fn":
-            _add(file, "data", scope, [arg.value])
-    if full in ("keras.layers.Lambda", "keras.metrics.MeanMetricWrapper"):
-        _add(file, "steps", scope, [arg.value for arg in call.args])
+    if is_run and _add(file, Language.STEP, scope, call.args[:1]):
+        kinds = FUNCTIONS | ast.Lambda
+        around = (s for s in scope.enclosing() if isinstance(s.node, kinds))
+        file.around.update(around)
+    for word in call.keywords:
+        if word.arg in tables.WORDS["step_arguments"]:
+            _add(file, Language.STEP, scope, _elements(word.value))
+        if word.arg == "input_fn":
+            _add(file, Language.DATA, scope, [word.value])
+    if full in tables.WORDS["step_calls"]:
+        _add(file, Language.STEP, scope, values)
     if method in ("merge_call", "add_loss"):
-        _add(file, "steps", scope, [arg.value for arg in call.args[:1]])
+        _add(file, Language.STEP, scope, call.args[:1])
 
 
-def _is_run(call: cst.Call, full: str) -> bool:
-    receiver = (dotted_name(call.func) or "").split(".")[-2:-1]
-    words = set(full.split(".")) | set(receiver)
-    return bool(call.args) and not words & _OTHER_RUNNERS
-
-
-def _elements(node: cst.BaseExpression) -> list[cst.BaseExpression]:
-    if isinstance(node, cst.List | cst.Tuple):
-        return [v for e in node.elements for v in _elements(e.value)]
-    if isinstance(node, cst.Dict):
-        return [v for e in node.elements for v in _elements(e.value)]
+def _elements(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.List | ast.Tuple):
+        return [value for each in node.elts for value in _elements(each)]
+    if isinstance(node, ast.Dict):
+        return [value for each in node.values for value in _elements(each)]
     return [node]
 
 
 def _add(
-    file: File, kind: str, scope: Scope, values: list[cst.BaseExpression]
+    file: File, kind: Language, scope: Scope, values: Iterable[ast.expr]
 ) -> bool:
     """Adds the functions that values name; returns whether there are any."""
-    found: set[Scope] = getattr(file, kind)
-    elsewhere: set[str] = getattr(file, f"{kind}_elsewhere")
     is_function = False
     for value in values:
-        if isinstance(value, cst.Call) and value.args:
+        if isinstance(value, ast.Call) and value.args:
             # functools.partial(f, ...), tf.function(f), or a function of one.
-            value = _unwrap(value)
-        if isinstance(value, cst.Lambda):
-            inner = [s for s in file.names.scopes if s.node is value]
-            found.update(inner)
-            is_function = True
-            continue
+            word = dotted_name(value.func).split(".")[-1]
+            is_wrapper = word in ("partial", "function")
+            value = value.args[0] if is_wrapper else value.func
         functions = _functions_of(file.names, scope, value)
-        found.update(functions)
         origin = file.names.full_name(value)
-        if not functions and origin and not origin.startswith(_LIBRARIES):
-            elsewhere.add(origin)
-            is_function = True
-        is_function |= bool(functions)
+        is_known = origin.startswith(_LIBRARIES)
+        if not functions and origin and not is_known:
+            file.elsewhere[kind].add(origin)
+        file.found[kind].update(functions)
+        is_function |= bool(functions) or bool(origin and not is_known)
     return is_function
 
 
-_LIBRARIES = ("keras.", "tensorflow.", "jax.", "numpy.", "keras_strategies.")
-
-
-def _unwrap(call: cst.Call) -> cst.BaseExpression:
-    word = (dotted_name(call.func) or "").split(".")[-1]
-    return call.args[0].value if word in ("partial", "function") else call.func
-
-
-def _functions_of(names: Names, scope: Scope, node: cst.CSTNode) -> list[Scope]:
+def _functions_of(names: Names, scope: Scope, node: ast.AST) -> list[Scope]:
     """Returns the functions of this file that a name or a method is."""
-    text = dotted_name(node)
-    if text is None:
+    if isinstance(node, ast.Lambda):
+        return [names.scopes[node]]
+    root, _, rest = dotted_name(node).partition(".")
+    if not root:
         return []
-    if "." not in text:
-        function = names.find_function(text, scope)
-        if function is not None:
-            return [function]
+    if not rest:
         for each in scope.visible():
+            if root in each.functions:
+                return [each.functions[root]]
             for targets, value in each.assigned:
-                if text in targets and isinstance(value, cst.Lambda):
-                    return [s for s in names.scopes if s.node is value]
-            if text in each.classes:
-                inner = each.classes[text].functions
+                if root in targets and isinstance(value, ast.Lambda):
+                    return [names.scopes[value]]
+            if root in each.classes:
+                inner = each.classes[root].functions
                 return [f for n, f in inner.items() if n != "__init__"]
         return []
-    root, _, rest = text.partition(".")
-    if names.origin(root, scope) is not None or "." in rest:
+    if names.origin(root, scope) or "." in rest:
         return []
-    if root in ("self", "cls"):
-        for each in scope.enclosing():
-            if rest in each.functions and isinstance(each.node, cst.ClassDef):
-                return [each.functions[rest]]
-    methods = [
-        s.functions[rest]
-        for s in names.scopes
-        if isinstance(s.node, cst.ClassDef) and rest in s.functions
+    is_self = root in ("self", "cls")
+    classes = [
+        each
+        for each in (scope.enclosing() if is_self else ())
+        if isinstance(each.node, ast.ClassDef) and rest in each.functions
     ]
-    return methods if len(methods) == 1 or root in ("self", "cls") else []
+    if classes:
+        return [classes[0].functions[rest]]
+    methods = [
+        each.functions[rest]
+        for each in names.scopes.values()
+        if isinstance(each.node, ast.ClassDef) and rest in each.functions
+    ]
+    return methods if len(methods) == 1 or is_self else []
 
 
-def _reach(file: File, kind: str) -> None:
+def _reach(file: File, kind: Language) -> None:
     """Adds the functions that those of a kind name."""
-    found: set[Scope] = getattr(file, kind)
-    other = file.data if kind == "steps" else file.steps
+    found, other = file.found[kind], file.found[Language.BOTH ^ kind]
     waiting = list(found)
     while waiting:
         scope = waiting.pop()
-        for each in _within(file.names, scope):
+        for each in scope.within():
             if each is not scope and each in other and each not in found:
                 continue
             before = set(found)
-            _add(file, kind, each, [u for u in each.uses if _is_load(file, u)])
+            # A decorator of an inner function is no call of it.
+            _add(
+                file,
+                kind,
+                each,
+                [u for u in each.uses if not is_decorator(file.names, u)],
+            )
             waiting += found - before
 
 
-def _is_load(file: File, node: cst.CSTNode) -> bool:
-    # A decorator of an inner function is no call of it.
-    return not isinstance(file.names.parents.get(node), cst.Decorator)
-
-
-def _within(names: Names, scope: Scope) -> list[Scope]:
-    return [s for s in names.scopes if scope in s.enclosing()]
+def is_decorator(names: Names, node: ast.AST) -> bool:
+    """Returns whether a node decorates a function or a class."""
+    decorators = getattr(names.parents.get(node), "decorator_list", ())
+    return any(node is each for each in decorators)
 
 
 def _enter_elsewhere(
-    name: str, kind: str, by_module: dict[str, list[File]]
+    name: str, kind: Language, by_module: dict[str, list[File]]
 ) -> None:
     module, _, function = name.rpartition(".")
     for file in by_module.get(module.split(".")[-1], ()):
         own = file.module.split(".")
         parts = [part for part in module.split(".") if part]
-        if own[-len(parts) :] == parts[-len(own) :]:
-            scope = file.names.root
-            if function in scope.functions:
-                getattr(file, kind).add(scope.functions[function])
+        functions = file.names.root.functions
+        if own[-len(parts) :] == parts[-len(own) :] and function in functions:
+            file.found[kind].add(functions[function])
 
 
-def _find_symbolic(file: File) -> None:
+def _find_symbolic(file: File, scope: Scope) -> None:
     """Finds operations on the tensors of a functional model.
 
     Their values come from `keras.Input`, in the scope that calls it.
     """
-    names = file.names
-    for scope in names.scopes:
-        if not any(
-            names.full_name(call.func) in _INPUTS for call in scope.calls
+    full_name, inputs = file.names.full_name, tables.WORDS["inputs"]
+    if not any(full_name(call.func) in inputs for call in scope.calls):
+        return
+    tensors: set[str] = set()
+
+    def is_symbolic(value: ast.expr) -> bool:
+        return any(
+            (isinstance(node, ast.Name) and node.id in tensors)
+            or (isinstance(node, ast.Call) and full_name(node.func) in inputs)
+            for node in ast.walk(value)
+        )
+
+    for targets, value in scope.assigned:
+        if is_symbolic(value):
+            tensors |= targets
+    for call in scope.calls:
+        if any(
+            map(is_symbolic, [*call.args, *(k.value for k in call.keywords)])
         ):
-            continue
-        tensors: set[str] = set()
-        for targets, value in scope.assigned:
-            if _mentions(names, value, tensors):
-                tensors.update(targets)
-        for call in scope.calls:
-            if any(_mentions(names, arg.value, tensors) for arg in call.args):
-                file.symbolic.add(call)
-                _add(file, "steps", scope, [call.func])
-
-
-class _Mentions(cst.CSTVisitor):
-    def __init__(self, names: Names, tensors: set[str]) -> None:
-        self.names, self.tensors, self.found = names, tensors, False
-
-    def visit_Name(self, node: cst.Name) -> None:
-        self.found |= node.value in self.tensors
-
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_Call(self, node: cst.Call) -> None:
-        self.found |= self.names.full_name(node.func) in _INPUTS
-
-
-def _mentions(
-    names: Names, node: cst.BaseExpression, tensors: set[str]
-) -> bool:
-    reader = _Mentions(names, tensors)
-    node.visit(reader)
-    return reader.found
+            file.symbolic.add(call)
+            _add(file, Language.STEP, scope, [call.func])

@@ -1,172 +1,188 @@
-"""Ports the source text of files; the room's entry."""
+"""The port of one file: its edits, and the lines that are left."""
 
+import ast
 import dataclasses
-import difflib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 
-import libcst as cst
-
-from keras_strategies.migrate.call_rules import port_call
-from keras_strategies.migrate.chains import dotted_name, module_of
-from keras_strategies.migrate.edits import apply
-from keras_strategies.migrate.imports import finish_imports, port_imports
-from keras_strategies.migrate.keras_rules import (
-    port_attribute,
-    port_backend,
-    port_method,
+from keras_strategies.migrate.languages import File, Language, is_decorator
+from keras_strategies.migrate.scopes import Names, Scope
+from keras_strategies.migrate.source import (
+    Argument,
+    Edit,
+    Part,
+    Source,
+    Span,
 )
-from keras_strategies.migrate.languages import File, follow
-from keras_strategies.migrate.operation_rules import port_operation
-from keras_strategies.migrate.rules import Left, Port, port_use
-from keras_strategies.migrate.scopes import Names, read_names
 
-_ROOTS = frozenset({"tensorflow", "tensorflow_estimator"})
-_DISTRIBUTION = "keras.distribution"
+PACKAGE = "keras_strategies"
+MARK = "# ks-migrate: "
+_MODULE = re.compile(r"""(?<![\w."'])(ks|keras|jax)(?=\.|$)""")
+_PLACE = re.compile(r"\{(\w+)\}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ported:
-    """A ported file.
+@dataclasses.dataclass(eq=False)
+class Port:
+    """The edits of a file, as rules add them.
 
     Attributes:
-      code: Its new text.
-      left: The lines that are left, by the lines of the new text.
-      num_changed: The number of lines that differ.
+      file: The file.
+      edits: Its edits.
+      dropped: Statements that are removed.
+      marks: The texts that are left, with their nodes.
+      claimed: The nodes that a rule has decided about.
+      aliases: The names of modules in new code.
     """
 
-    code: str
-    left: tuple[Left, ...]
-    num_changed: int
+    file: File
+    edits: list[Edit] = dataclasses.field(default_factory=list)
+    dropped: set[ast.stmt] = dataclasses.field(default_factory=set)
+    marks: dict[tuple[ast.AST, str], None] = dataclasses.field(
+        default_factory=dict
+    )
+    claimed: set[ast.AST] = dataclasses.field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        names = ("ks", "keras", "jax")
+        self.aliases = {name: _choose_alias(name, self.names) for name in names}
 
-class SyntaxProblem(ValueError):
-    """A file that is not Python 3."""
+    @property
+    def names(self) -> Names:
+        """The file's names."""
+        return self.file.names
 
+    @property
+    def source(self) -> Source:
+        """The file's text."""
+        return self.file.names.source
 
-def port_sources(
-    sources: dict[str, tuple[str, str]],
-    advance: Callable[[], None] = lambda: None,
-) -> dict[str, Ported | SyntaxProblem]:
-    """Ports the files of a project together.
+    def full_name(self, node: ast.AST | None) -> str:
+        """Returns the full name of a chain, or ""."""
+        return self.names.full_name(node)
 
-    Functions are followed from file to file, so that a loss that another file
-    passes to `compile` is ported as code of a step.
+    def scope(self, node: ast.AST) -> Scope:
+        """Returns the scope that a node is in; of a decorator, its function."""
+        for each in [node, *self.names.ancestors(node)[:3]]:
+            if is_decorator(self.names, each):
+                return self.names.scopes[self.names.parents[each]]
+        return self.names.scope_of[node]
 
-    Args:
-      sources: For each file its dotted module name, and its text.
-      advance: Is called when a file was ported.
+    def language(self, node: ast.AST) -> Language:
+        """Returns the language of the code that a node is in."""
+        scope = self.scope(node)
+        language = self.file.language_of(scope)
+        if language or not self.file.is_around(scope):
+            around = {node, *self.names.ancestors(node)}
+            is_symbolic = not language and around & self.file.symbolic
+            return Language.STEP if is_symbolic else language
+        return Language.STEP
 
-    Returns:
-      For each file what was ported, or why it could not be read.
-    """
-    results: dict[str, Ported | SyntaxProblem] = {}
-    files = {}
-    for key, (module, source) in sources.items():
-        if not _may_concern(source):
-            continue
-        try:
-            files[key] = _read(module, source)
-        except SyntaxProblem as problem:
-            results[key] = problem
-    follow(list(files.values()))
-    for key, (_, source) in sources.items():
-        if key in files and _concerns(files[key].names):
-            results[key] = _port(files[key], source)
-        elif key not in results:
-            results[key] = Ported(code=source, left=(), num_changed=0)
-        advance()
-    return results
+    def is_step(self, node: ast.AST) -> bool:
+        """Returns whether operations here become those of `keras.ops`."""
+        return self.language(node) is Language.STEP
 
+    def mark(self, node: ast.AST, text: str) -> None:
+        """Leaves the line of a node, with a comment and a row."""
+        self.claimed.add(node)
+        self.marks[node, text] = None
 
-def _may_concern(source: str) -> bool:
-    return "tensorflow" in source or _DISTRIBUTION in source
+    def replace(
+        self, node: ast.AST, code: str, spans: Mapping[str, Span] | None = None
+    ) -> None:
+        """Replaces a node by new code, in which {x} is a part of the old."""
+        pieces = _PLACE.split(code)
+        parts: list[Part] = [self.alias(text) for text in pieces]
+        parts[1::2] = [(spans or {})[name] for name in pieces[1::2]]
+        self.edit(node, self.source.span(node), parts, code)
 
+    def edit(
+        self, node: ast.AST, span: Span, parts: Sequence[Part], code: str = ""
+    ) -> None:
+        """Replaces a part of a node's text.
 
-def _read(module: str, source: str) -> File:
-    try:
-        return File(module=module, names=read_names(cst.parse_module(source)))
-    except cst.ParserSyntaxError as error:
-        raise SyntaxProblem(
-            f"line {error.raw_line}: it must be Python 3. Received: a syntax "
-            "error. Convert Python 2 first (print, except, dict methods)."
-        ) from None
+        Args:
+          node: The node.
+          span: The part.
+          parts: The new texts, and the parts of the old text that stay.
+          code: New code, whose modules are imported.
+        """
+        self.claimed.add(node)
+        if node in self.names.hidden:
+            self.mark(node, "write this expression outside of its string")
+            return
+        modules = frozenset(_MODULE.findall(_PLACE.sub("", code)))
+        self.edits.append(
+            Edit(span=span, parts=parts, modules=modules, node=node)
+        )
 
+    def alias(self, code: str) -> str:
+        """Returns code with the names that its modules have in this file."""
+        return _MODULE.sub(lambda match: self.aliases[match[1]], code)
 
-def _concerns(names: Names) -> bool:
-    """Returns whether a file imports TensorFlow, or sets a distribution."""
-    for node in names.imports:
-        if isinstance(node, cst.ImportFrom):
-            modules = [module_of(node)]
+    def drop_argument(self, call: ast.Call, arg: Argument) -> None:
+        """Removes an argument, with its line if it has one for itself."""
+        text, (start, end) = self.source.text, arg.span
+        line = self.source.physical_start(start)
+        before = re.search(r",\s*$", text[:start])
+        after = re.match(r"\s*,[ \t]*", text[end:])
+        stop = end + (after.end() if after else 0)
+        if not text[line:start].strip() and text[stop] in "\r\n":
+            span = (line, self.source.physical_end(stop))
+        elif before:
+            span = (before.start(), end)
         else:
-            modules = [dotted_name(alias.name) or "" for alias in node.names]
-        if any(module.split(".")[0] in _ROOTS for module in modules):
-            return True
-    return any(
-        (names.full_name(use) or "").startswith(_DISTRIBUTION)
-        for scope in names.scopes
-        for use in scope.uses
+            span = (start, stop)
+        self.edit(call, span, [])
+
+    def add_argument(self, call: ast.Call, word: str, code: str) -> None:
+        """Adds an argument behind the others."""
+        args = self.source.arguments(call)
+        end = args[-1].span[1] if args else self.source.span(call)[1] - 1
+        before = f", {word}=" if args else f"{word}="
+        self.edit(call, (end, end), [before + self.alias(code)], code)
+
+    def insert_line(self, start: int, text: str) -> None:
+        """Inserts a line before a logical line."""
+        line = self.source.indent(start) + text + self.source.newline
+        place = self.source.physical_start(start)
+        edit = Edit(span=(place, place), parts=[line])
+        if edit not in self.edits:
+            self.edits.append(edit)
+
+
+def _choose_alias(module: str, names: Names) -> str:
+    """Returns the name of a module in new code: another if that is taken."""
+    full = PACKAGE if module == "ks" else module
+    for name, origins in names.root.imports.items():
+        if full in origins:
+            return name
+    is_taken = any(
+        module in scope.others or module in scope.functions
+        for scope in names.scopes.values()
     )
+    return f"{module}_module" if is_taken else module
 
 
-def _port(file: File, source: str) -> Ported:
-    names = file.names
-    port = Port(file=file)
-    port_imports(port)
-    for scope in names.scopes:
-        for call in scope.calls:
-            _port_call(port, call)
-        for _, value in scope.assigned:
-            port_backend(port, value)
-    for scope in names.scopes:
-        for use in scope.uses:
-            port_attribute(port, use)
-            port_use(port, use)
-    code = apply(names, port.edits).code
-    if code != source:
-        code = finish_imports(code, names)
-    return Ported(
-        code=code,
-        left=_renumber(port.left, source, code),
-        num_changed=count_changed(source, code),
-    )
+def keep_marks(port: Port, keeps: Callable[[int], bool]) -> set[str]:
+    """Writes the comments of what is left; returns their texts."""
+    texts = set()
+    for node, text in port.marks:
+        place = node
+        while place in port.names.hidden:
+            place = port.names.parents[place]
+        offset, end = port.source.span(place)
+        if not keeps(offset) and not keeps(end - 1):
+            continue
+        texts.add(text)
+        start = port.source.line_start(offset)
+        if MARK + text not in _comments_above(port.source, start):
+            port.insert_line(start, MARK + text)
+    return texts
 
 
-def _port_call(port: Port, call: cst.Call) -> None:
-    full = port.full_name(call.func)
-    is_ours = full.split(".")[0] in ("tensorflow", "keras")
-    if is_ours and (
-        port_operation(port, call, full) or port_call(port, call, full)
-    ):
-        return
-    port_method(port, call, full)
-
-
-def count_changed(before: str, after: str) -> int:
-    """Returns the number of lines that differ, as a diff shows them."""
-    old, new = before.splitlines(), after.splitlines()
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-    return sum(
-        max(end - start, other_end - other_start)
-        for tag, start, end, other_start, other_end in matcher.get_opcodes()
-        if tag != "equal"
-    )
-
-
-def _renumber(left: list[Left], before: str, after: str) -> tuple[Left, ...]:
-    """Returns the lines that are left, by their numbers in the new text."""
-    old, new = before.splitlines(), after.splitlines()
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-    numbers: dict[int, int] = {}
-    for _, start, end, other, other_end in matcher.get_opcodes():
-        for index in range(start, end):
-            # A replaced line's comments come before it.
-            numbers[index + 1] = (
-                min(other_end - (end - index) + 1, len(new))
-                if other_end > other
-                else other + 1
-            )
-    moved = [
-        dataclasses.replace(each, line=numbers.get(each.line, each.line))
-        for each in left
-    ]
-    return tuple(sorted(set(moved), key=lambda each: (each.line, each.text)))
+def _comments_above(source: Source, start: int) -> list[str]:
+    lines = source.text[: source.physical_start(start)].splitlines()
+    found = []
+    while lines and lines[-1].strip().startswith("#"):
+        found.append(lines.pop().strip())
+    return found

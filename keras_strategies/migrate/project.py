@@ -5,26 +5,13 @@ import io
 import os
 import pathlib
 import tokenize
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from keras_strategies.migrate.notebooks import Notebook, read_notebook
-from keras_strategies.migrate.port import Ported, SyntaxProblem, port_sources
+from keras_strategies.migrate.porting import Ported, port_sources
 
 _SUFFIXES = (".py", ".ipynb")
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """A line that is left.
-
-    Attributes:
-      place: The file with the line, or with the cell and the line in it.
-      text: What is left, and the way out.
-    """
-
-    place: str
-    text: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +23,7 @@ class FileReport:
       before: Its text.
       after: Its new text.
       num_changed: The number of lines that change.
-      left: The lines that are left.
+      left: The places of lines that are left, with the texts about them.
       error: Why it could not be read, or "".
       encoding: Its encoding.
     """
@@ -45,7 +32,7 @@ class FileReport:
     before: str = ""
     after: str = ""
     num_changed: int = 0
-    left: tuple[Row, ...] = ()
+    left: tuple[tuple[str, str], ...] = ()
     error: str = ""
     encoding: str = "utf-8"
 
@@ -58,19 +45,6 @@ class FileReport:
         os.replace(new, path)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Source:
-    path: str
-    text: str
-    encoding: str
-    notebook: Notebook | None = None
-
-    @property
-    def code(self) -> str:
-        """The Python code."""
-        return self.text if self.notebook is None else self.notebook.source
-
-
 def find_files(paths: Sequence[str]) -> list[str]:
     """Returns the Python files and notebooks at the paths, sorted in each.
 
@@ -79,15 +53,13 @@ def find_files(paths: Sequence[str]) -> list[str]:
     """
     found: dict[str, None] = {}
     for path in paths:
-        if os.path.isdir(path):
-            found.update(dict.fromkeys(sorted(_walk(path))))
-        elif os.path.exists(path):
-            found[path] = None
-        else:
+        if not os.path.exists(path):
             raise FileNotFoundError(
                 f"A path must exist. Received: {path!r}. Pass a Python file, a "
                 "notebook or a folder."
             )
+        files = sorted(_walk(path)) if os.path.isdir(path) else [path]
+        found.update(dict.fromkeys(files))
     return list(found)
 
 
@@ -100,57 +72,45 @@ def _walk(folder: str) -> Iterator[str]:
             and name not in _SKIPPED
             and not os.path.exists(os.path.join(root, name, "pyvenv.cfg"))
         ]
-        for name in names:
-            if name.endswith(_SUFFIXES):
-                yield os.path.join(root, name)
+        yield from (
+            os.path.join(root, n) for n in names if n.endswith(_SUFFIXES)
+        )
 
 
-def port_files(
-    paths: Sequence[str],
-    advance: Callable[[], None] = lambda: None,
-) -> list[FileReport]:
-    """Ports files together, without writing them.
-
-    Args:
-      paths: The files.
-      advance: Is called when a file was ported.
-    """
-    sources: dict[str, _Source] = {}
+def port_files(paths: Sequence[str]) -> list[FileReport]:
+    """Ports files together, without writing them."""
     reports: dict[str, FileReport] = {}
+    notebooks: dict[str, Notebook] = {}
+    sources: dict[str, tuple[str, str]] = {}
     for path in paths:
         try:
-            sources[path] = _read(path)
+            text, encoding = _read(path)
+            if path.endswith(".ipynb"):
+                notebooks[path] = read_notebook(text)
         except (OSError, ValueError, SyntaxError) as error:
-            reports[path] = FileReport(path=path, error=_describe(error))
-    modules = {path: _module_of(path) for path in sources}
-    ported = port_sources(
-        {
-            path: (modules[path], source.code)
-            for path, source in sources.items()
-        },
-        advance,
-    )
-    for path, result in ported.items():
-        reports[path] = _report(sources[path], result)
+            reason = getattr(error, "strerror", None) or str(error)
+            reports[path] = FileReport(path=path, error=reason)
+            continue
+        reports[path] = FileReport(
+            path=path, before=text, after=text, encoding=encoding
+        )
+        code = notebooks[path].source if path in notebooks else text
+        sources[path] = (_module_of(path), code)
+    for path, result in port_sources(sources).items():
+        old = sources[path][1]
+        reports[path] = _complete(
+            reports[path], notebooks.get(path), result, result.code == old
+        )
     return [reports[path] for path in paths]
 
 
-def _describe(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    return str(error)
-
-
-def _read(path: str) -> _Source:
+def _read(path: str) -> tuple[str, str]:
+    """Returns a file's text and its encoding."""
     data = pathlib.Path(path).read_bytes()
-    if path.endswith(".ipynb"):
-        text = data.decode("utf-8")
-        notebook = read_notebook(text)
-        return _Source(
-            path=path, text=text, encoding="utf-8", notebook=notebook
-        )
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-    return _Source(path=path, text=data.decode(encoding), encoding=encoding)
+    encoding = "utf-8"
+    if path.endswith(".py"):
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    return data.decode(encoding), encoding
 
 
 def _module_of(path: str) -> str:
@@ -159,24 +119,22 @@ def _module_of(path: str) -> str:
     return ".".join(names[:-1] if names[-1:] == ["__init__"] else names)
 
 
-def _report(source: _Source, result: Ported | SyntaxProblem) -> FileReport:
-    if isinstance(result, SyntaxProblem):
-        return FileReport(path=source.path, error=str(result))
-    after, rows = result.code, []
-    for left in result.left:
-        place = f"{source.path}:{left.line}"
-        if source.notebook is not None:
-            where = source.notebook.locate(result.code, left.line)
-            place = f"{source.path}, {where}"
-        rows.append(Row(place=place, text=left.text))
-    if source.notebook is not None:
-        is_same = result.code == source.code
-        after = source.text if is_same else source.notebook.render(result.code)
-    return FileReport(
-        path=source.path,
-        before=source.text,
+def _complete(
+    report: FileReport, notebook: Notebook | None, result: Ported, is_same: bool
+) -> FileReport:
+    """Returns a report with what was ported."""
+    left = [(f"{report.path}:{line}", text) for line, text in result.left]
+    after = result.code
+    if notebook is not None:
+        after = report.before if is_same else notebook.render(result.code)
+        left = [
+            (f"{report.path}, {notebook.locate(result.code, line)}", text)
+            for line, text in result.left
+        ]
+    return dataclasses.replace(
+        report,
         after=after,
+        left=tuple(left),
         num_changed=result.num_changed,
-        left=tuple(rows),
-        encoding=source.encoding,
+        error=result.error,
     )

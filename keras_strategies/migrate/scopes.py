@@ -1,20 +1,13 @@
 """The names of one file: what each refers to, and where functions are used."""
 
+import ast
 import dataclasses
-from typing import Any
 
-import libcst as cst
-from libcst.metadata import MetadataWrapper, PositionProvider
+from keras_strategies.migrate.source import Source
 
-from keras_strategies.migrate.chains import (
-    dotted_name,
-    list_ancestors,
-    module_of,
-    normalize,
-    target_names,
-)
-
-_COMPREHENSIONS = (cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp)
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+IMPORTS = ast.Import | ast.ImportFrom
+_COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -24,336 +17,227 @@ class Scope:
     Attributes:
       node: The node; None for the module.
       parent: The enclosing scope.
+      inner: The scopes in it.
       imports: The full names of imported names, by name.
       others: The names that are bound otherwise.
+      outside: The names that are declared global or nonlocal.
       functions: The functions defined here, by name.
+      classes: The classes, likewise.
       uses: The chains of names that the scope reads, but not inner scopes.
       calls: Its calls, likewise.
       assigned: The assigned names and values, in order.
     """
 
-    node: cst.CSTNode | None
-    parent: "Scope | None"
+    node: ast.AST | None = None
+    parent: "Scope | None" = None
+    inner: "list[Scope]" = dataclasses.field(default_factory=list)
     imports: dict[str, set[str]] = dataclasses.field(default_factory=dict)
     others: set[str] = dataclasses.field(default_factory=set)
+    outside: set[str] = dataclasses.field(default_factory=set)
     functions: dict[str, "Scope"] = dataclasses.field(default_factory=dict)
     classes: dict[str, "Scope"] = dataclasses.field(default_factory=dict)
-    uses: list[cst.BaseExpression] = dataclasses.field(default_factory=list)
-    calls: list[cst.Call] = dataclasses.field(default_factory=list)
-    assigned: list[tuple[list[str], cst.BaseExpression]] = dataclasses.field(
+    uses: list[ast.expr] = dataclasses.field(default_factory=list)
+    calls: list[ast.Call] = dataclasses.field(default_factory=list)
+    assigned: list[tuple[set[str], ast.expr]] = dataclasses.field(
         default_factory=list
     )
 
-    @property
-    def name(self) -> str:
-        """The name of the function or class, or ""."""
-        node = self.node
-        is_named = isinstance(node, cst.FunctionDef | cst.ClassDef)
-        return node.name.value if is_named else ""
-
-    @property
-    def is_function(self) -> bool:
-        """Whether this is a function or a lambda."""
-        return isinstance(self.node, cst.FunctionDef | cst.Lambda)
-
     def enclosing(self) -> "list[Scope]":
         """Returns this scope and those around it, from the innermost."""
-        found, scope = [], self
-        while scope is not None:
-            found.append(scope)
-            scope = scope.parent
-        return found
+        return [self, *(self.parent.enclosing() if self.parent else ())]
 
     def visible(self) -> "list[Scope]":
         """Returns the scopes whose names code here can read."""
         return [self] + [
             scope
             for scope in self.enclosing()[1:]
-            if not isinstance(scope.node, cst.ClassDef)
+            if not isinstance(scope.node, ast.ClassDef)
         ]
 
+    def within(self) -> "list[Scope]":
+        """Returns this scope and all in it."""
+        return [self, *(each for i in self.inner for each in i.within())]
 
-@dataclasses.dataclass(kw_only=True)
+
 class Names:
     """The names of a file.
 
     Attributes:
-      module: The parsed file.
+      source: The parsed file.
       root: The module's scope.
-      scopes: All scopes.
-      scope_of: The scope that each use, call, import and statement is in.
-      inner: The scope that each function or class makes.
+      scopes: All scopes, by their node.
+      scope_of: The scope that each node is in.
       parents: The parent of each node.
       imports: The import statements in their order.
-      wrapper: Resolves positions.
+      hidden: The nodes whose place in the text is unknown.
     """
 
-    module: cst.Module
-    root: Scope
-    scopes: list[Scope]
-    scope_of: dict[cst.CSTNode, Scope]
-    inner: dict[cst.CSTNode, Scope]
-    parents: dict[cst.CSTNode, cst.CSTNode]
-    imports: list[cst.Import | cst.ImportFrom]
-    wrapper: MetadataWrapper
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.root = Scope()
+        self.scopes: dict[ast.AST | None, Scope] = {None: self.root}
+        self.scope_of: dict[ast.AST, Scope] = {source.tree: self.root}
+        self.parents: dict[ast.AST, ast.AST] = {}
+        self.imports: list[ast.Import | ast.ImportFrom] = []
+        self.hidden: set[ast.AST] = set()
+        self._visit_parts(source.tree, self.root)
 
-    def full_name(self, node: cst.CSTNode) -> str | None:
-        """Returns the full name that a chain refers to, or None.
+    def full_name(self, node: ast.AST | None) -> str:
+        """Returns the full name that a chain refers to, or "".
 
         "tensorflow.keras" is "keras", as for Keras's own imports.
         """
         text = dotted_name(node)
-        if text is None:
-            return None
         root, dot, rest = text.partition(".")
-        origin = self.origin(root, self.scope_of.get(node, self.root))
-        return None if origin is None else normalize(origin + dot + rest)
+        origin = root and self.origin(root, self.scope_of.get(node, self.root))
+        return normalize(origin + dot + rest) if origin else ""
 
-    def origin(self, name: str, scope: Scope) -> str | None:
-        """Returns the import that a name refers to in a scope, or None."""
+    def origin(self, name: str, scope: Scope) -> str:
+        """Returns the import that a name refers to in a scope, or ""."""
         for each in scope.visible():
             if name in each.imports and name not in each.others:
-                return _choose(each.imports[name])
+                found = sorted(each.imports[name])
+                ours = [o for o in found if o.split(".")[0] == "tensorflow"]
+                return (ours or found)[0]
             if name in each.others or name in each.functions:
-                return None
-        return None
+                return ""
+        return ""
 
-    def find_function(self, name: str, scope: Scope) -> Scope | None:
-        """Returns the function of this file that a name refers to."""
-        for each in scope.visible():
-            if name in each.functions:
-                return each.functions[name]
-        return None
-
-    def statement_of(self, node: cst.CSTNode) -> cst.CSTNode | None:
-        """Returns the statement that a node is in, which has leading lines."""
-        while node is not None and not _has_lines(node):
-            node = self.parents.get(node)
-        return node
-
-    def line_of(self, node: cst.CSTNode) -> int:
-        """Returns the line that a node begins in."""
-        positions = self.wrapper.resolve(PositionProvider)
-        return positions[node].start.line
-
-    def ancestors(self, node: cst.CSTNode) -> list[cst.CSTNode]:
+    def ancestors(self, node: ast.AST) -> list[ast.AST]:
         """Returns the nodes around a node, from the innermost."""
-        return list_ancestors(node, self.parents)
+        found = []
+        while (parent := self.parents.get(node)) is not None:
+            found.append(parent)
+            node = parent
+        return found
 
-
-def read_names(module: cst.Module) -> Names:
-    """Returns the names of a parsed file."""
-    wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
-    reader = _Reader()
-    module.visit(reader)
-    return Names(
-        module=module,
-        root=reader.root,
-        scopes=reader.scopes,
-        scope_of=reader.scope_of,
-        inner=reader.inner,
-        parents=reader.parents,
-        imports=reader.imports,
-        wrapper=wrapper,
-    )
-
-
-def _has_lines(node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement)
-
-
-def _choose(origins: set[str]) -> str:
-    """Returns the import of several that is TensorFlow's, if one is."""
-    ordered = sorted(origins)
-    ours = [o for o in ordered if o.split(".")[0] == "tensorflow"]
-    return (ours or ordered)[0]
-
-
-class _Reader(cst.CSTVisitor):
-    """Collects scopes, names and calls in one pass."""
-
-    def __init__(self) -> None:
-        self.root = Scope(node=None, parent=None)
-        self.scopes = [self.root]
-        self.scope_of: dict[cst.CSTNode, Scope] = {}
-        self.parents: dict[cst.CSTNode, cst.CSTNode] = {}
-        self.imports: list[cst.Import | cst.ImportFrom] = []
-        self._scope = self.root
-        self._outer: list[Scope] = []
-        self.inner: dict[cst.CSTNode, Scope] = {}
-        self._stack: list[cst.CSTNode] = []
-        self._globals: dict[Scope, set[str]] = {}
-
-    def on_visit(self, node: cst.CSTNode) -> bool:
-        if self._stack:
-            self.parents[node] = self._stack[-1]
-        self._stack.append(node)
-        self.scope_of[node] = self._scope
-        read = _READERS.get(type(node))
-        if read is not None:
-            read(self, node)
-        return type(node) not in _LEAVES
-
-    def on_leave(self, original_node: cst.CSTNode) -> None:
-        self._stack.pop()
-        if type(original_node) in _COMPREHENSIONS:
-            self._scope = self._outer.pop()
-
-    def on_visit_attribute(self, node: cst.CSTNode, attribute: str) -> None:
-        if _is_scoped(node, attribute):
-            self._outer.append(self._scope)
-            outer = self._scope.parent or self._scope
-            self._scope = self.inner.get(node, outer)
-
-    def on_leave_attribute(
-        self, original_node: cst.CSTNode, attribute: str
+    def _visit_parts(
+        self, node: ast.AST, scope: Scope, inner: Scope | None = None
     ) -> None:
-        if _is_scoped(original_node, attribute):
-            self._scope = self._outer.pop()
+        """Visits the parts of a node, whose body may be in another scope."""
+        for name, value in ast.iter_fields(node):
+            is_inner = inner is not None and name in ("body", "args")
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, ast.AST):
+                    self.parents[part] = node
+                    self._visit(part, inner if is_inner else scope)
 
-    def _add_scope(self, node: cst.CSTNode) -> Scope:
-        scope = Scope(node=node, parent=self._scope)
-        self.scopes.append(scope)
-        self.inner[node] = scope
-        return scope
-
-    def _bind(self, names: list[str]) -> None:
-        outside = self._globals.get(self._scope, set())
-        self._scope.others.update(set(names) - outside)
-
-    def _read_function(self, node: cst.FunctionDef) -> None:
-        self._scope.functions[node.name.value] = self._add_scope(node)
-
-    def _read_class(self, node: cst.ClassDef) -> None:
-        self._scope.classes[node.name.value] = self._add_scope(node)
-        self._bind([node.name.value])
-
-    def _read_lambda(self, node: cst.Lambda) -> None:
-        self._add_scope(node)
-
-    def _read_comprehension(self, node: cst.CSTNode) -> None:
-        self._outer.append(self._scope)
-        self._scope = self._add_scope(node)
-
-    def _read_param(self, node: cst.Param) -> None:
-        self._bind([node.name.value])
-
-    def _read_global(self, node: cst.Global | cst.Nonlocal) -> None:
-        names = self._globals.setdefault(self._scope, set())
-        names.update(item.name.value for item in node.names)
-
-    def _read_target(self, node: Any) -> None:
-        self._bind(target_names(node.target))
-
-    def _read_assign(self, node: cst.Assign) -> None:
-        names = [n for t in node.targets for n in target_names(t.target)]
-        self._scope.assigned.append((names, node.value))
-        # `tf = None`, where the import failed, does not shadow the import.
-        if dotted_name(node.value) != "None":
-            self._bind(names)
-
-    def _read_asname(self, node: cst.AsName) -> None:
-        self._bind(target_names(node.name))
-
-    def _read_import(self, node: cst.Import) -> None:
-        self.imports.append(node)
-        for alias in node.names:
-            self.parents[alias] = node
-            name = dotted_name(alias.name) or ""
-            if alias.asname is not None:
-                self._import(_name_of(alias.asname.name), name)
-            else:
-                root = name.split(".")[0]
-                self._import(root, root)
-
-    def _read_import_from(self, node: cst.ImportFrom) -> None:
-        self.imports.append(node)
-        if isinstance(node.names, cst.ImportStar):
+    def _visit(self, node: ast.AST, scope: Scope) -> None:
+        self.scope_of[node] = scope
+        inner = None
+        if isinstance(node, FUNCTIONS | ast.Lambda | ast.ClassDef):
+            inner = self._add_scope(node, scope)
+        elif isinstance(node, _COMPREHENSIONS):
+            scope = self._add_scope(node, scope)
+        elif isinstance(node, ast.arguments):
+            self._visit_arguments(node, scope)
             return
-        for alias in node.names:
-            self.parents[alias] = node
-            name = _name_of(alias.name)
-            asname = _name_of(alias.asname.name) if alias.asname else name
-            self._import(asname, f"{module_of(node)}.{name}")
-
-    def _import(self, name: str, origin: str) -> None:
-        self._scope.imports.setdefault(name, set()).add(origin)
-
-    def _read_call(self, node: cst.Call) -> None:
-        self._scope.calls.append(node)
-
-    def _read_chain(self, node: cst.Attribute | cst.Name) -> None:
-        parent = self._stack[-2] if len(self._stack) > 1 else None
-        is_part = isinstance(parent, cst.Attribute) and (
-            parent.attr is node or dotted_name(parent) is not None
-        )
-        if is_part or dotted_name(node) is None or _is_bare_name(parent, node):
+        elif isinstance(node, ast.Call):
+            scope.calls.append(node)
+        elif isinstance(node, ast.JoinedStr):
+            kinds = ast.Call | ast.Attribute | ast.Name
+            self.hidden.update(
+                each
+                for each in ast.walk(node)
+                if isinstance(each, kinds) and not self.source.is_located(each)
+            )
+        else:
+            self._bind(node, scope)
+        if not (isinstance(node, ast.Attribute | ast.Name) and _chain(node)):
+            self._visit_parts(node, scope, inner)
             return
-        self._scope.uses.append(node)
+        if not isinstance(node, ast.Name) or isinstance(node.ctx, ast.Load):
+            scope.uses.append(node)
+        while isinstance(node, ast.Attribute):
+            self.parents[node.value] = node
+            node = node.value
+            self.scope_of[node] = scope
+
+    def _add_scope(self, node: ast.AST, scope: Scope) -> Scope:
+        inner = self.scopes[node] = Scope(node=node, parent=scope)
+        scope.inner.append(inner)
+        if isinstance(node, FUNCTIONS):
+            scope.functions[node.name] = inner
+        elif isinstance(node, ast.ClassDef):
+            scope.classes[node.name] = inner
+            scope.others.add(node.name)
+        return inner
+
+    def _visit_arguments(self, node: ast.arguments, scope: Scope) -> None:
+        """Binds parameters; their defaults are outside of the function."""
+        for part in ast.iter_child_nodes(node):
+            self.parents[part] = node
+            if isinstance(part, ast.arg):
+                scope.others.add(part.arg)
+            self._visit(part, scope.parent or scope)
+
+    def _bind(self, node: ast.AST, scope: Scope) -> None:
+        names: set[str] = set()
+        if isinstance(node, IMPORTS):
+            self.imports.append(node)
+            for name, origin in bindings(node):
+                scope.imports.setdefault(name, set()).add(origin)
+        elif isinstance(node, ast.Global | ast.Nonlocal):
+            scope.outside.update(node.names)
+        elif isinstance(node, ast.Assign):
+            targets = set().union(*map(_targets, node.targets))
+            scope.assigned.append((targets, node.value))
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+            names = {node.name} if node.name else set()
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            # `tf = None`, where the import failed, does not shadow the import.
+            value = getattr(self.parents[node], "value", node)
+            is_none = isinstance(value, ast.Constant) and value.value is None
+            names = set() if is_none else {node.id}
+        scope.others |= names - scope.outside
 
 
-def _name_of(node: cst.CSTNode) -> str:
-    return dotted_name(node) or ""
+def dotted_name(node: ast.AST | None) -> str:
+    """Returns the text of a chain of names, or "" for another node."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        owner = dotted_name(node.value)
+        return owner and f"{owner}.{node.attr}"
+    return ""
 
 
-def _is_scoped(node: cst.CSTNode, attribute: str) -> bool:
-    """Returns whether a part of a node is in another scope than the node."""
-    return attribute in _SCOPED.get(type(node), ())
+_chain = dotted_name
 
 
-def _is_bare_name(parent: cst.CSTNode | None, node: cst.CSTNode) -> bool:
-    """Returns whether a name binds a name or is a keyword."""
-    if isinstance(parent, cst.Arg):
-        return parent.keyword is node
-    if isinstance(parent, _TARGETED):
-        return parent.target is node and isinstance(node, cst.Name)
-    is_name = isinstance(parent, _NAMED)
-    return is_name and getattr(parent, "name", None) is node
+def normalize(name: str) -> str:
+    """Returns the full name without the parts that several names share."""
+    words = name.split(".")
+    if words[:3] == ["tensorflow", "compat", "v2"]:
+        del words[1:3]
+    if words[0] == "tensorflow_estimator":
+        words[0] = "tensorflow"
+    for module in ("keras", "distribute", "estimator"):
+        if words[:4] == ["tensorflow", "compat", "v1", module]:
+            del words[1:3]
+    return ".".join(words[words[:2] == ["tensorflow", "keras"] :])
 
 
-_TARGETED = (
-    cst.AssignTarget,
-    cst.For,
-    cst.CompFor,
-    cst.AugAssign,
-    cst.AnnAssign,
-    cst.NamedExpr,
-)
-_NAMED = (cst.Param, cst.FunctionDef, cst.ClassDef, cst.AsName, cst.NameItem)
-_SCOPED = {
-    cst.FunctionDef: ("params", "body"),
-    cst.Lambda: ("params", "body"),
-    cst.ClassDef: ("body",),
-    cst.Param: ("default", "annotation"),
-}
-# Nothing in them is read.
-_LEAVES = frozenset(
-    {
-        cst.Import,
-        cst.ImportFrom,
-        cst.SimpleWhitespace,
-        cst.ParenthesizedWhitespace,
-        cst.TrailingWhitespace,
-        cst.EmptyLine,
-        cst.Comma,
-        cst.Dot,
-        cst.SimpleString,
-    }
-)
-_READERS = {
-    cst.Name: _Reader._read_chain,
-    cst.Attribute: _Reader._read_chain,
-    cst.Call: _Reader._read_call,
-    cst.FunctionDef: _Reader._read_function,
-    cst.ClassDef: _Reader._read_class,
-    cst.Lambda: _Reader._read_lambda,
-    cst.Param: _Reader._read_param,
-    cst.Global: _Reader._read_global,
-    cst.Nonlocal: _Reader._read_global,
-    cst.Assign: _Reader._read_assign,
-    cst.AsName: _Reader._read_asname,
-    cst.Import: _Reader._read_import,
-    cst.ImportFrom: _Reader._read_import_from,
-    **dict.fromkeys(_COMPREHENSIONS, _Reader._read_comprehension),
-    **dict.fromkeys(_TARGETED[1:], _Reader._read_target),
-}
+def module_of(node: ast.ImportFrom) -> str:
+    """Returns the module that a statement imports from, with its dots."""
+    return "." * node.level + (node.module or "")
+
+
+def bindings(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
+    """Returns the names that an import binds, with their full names."""
+    if isinstance(node, ast.ImportFrom):
+        return [
+            (a.asname or a.name, f"{module_of(node)}.{a.name}")
+            for a in node.names
+        ]
+    return [
+        (a.asname, a.name) if a.asname else (a.name.split(".")[0],) * 2
+        for a in node.names
+    ]
+
+
+def _targets(node: ast.expr) -> set[str]:
+    """Returns the names that a target of an assignment binds."""
+    if isinstance(node, ast.Tuple | ast.List):
+        return set().union(*map(_targets, node.elts))
+    return {node.id} if isinstance(node, ast.Name) else set()

@@ -4,45 +4,75 @@ import dataclasses
 import pathlib
 import re
 import tomllib
+from collections.abc import Iterator
 from typing import Any
 
 from keras_strategies.names import lazy_names
 
 TF = "tensorflow."
 BACKEND = "keras.backend."
-_SUBMODULES = re.compile(r"^(compat\.v1\.)?(math\.|linalg\.|dtypes\.)?")
+_SUBMODULES = re.compile(r"^tensorflow\.(compat\.v1\.)?(math\.|linalg\.)?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Operation:
-    """The Keras function for a TensorFlow operation.
+class Rule:
+    """A call and what replaces it.
 
     Attributes:
-      function: Its full name: "keras.ops.mean".
-      tf_parameters: TensorFlow's parameters in their order.
-      parameters: Keras's name of each; "-" and "!" as in names.toml.
-      by_keyword: The names that are passed by keyword.
-      added: A name and the source of an argument that the call needs, or "".
+      function: The new function, "" for the same, or ".name" for a method.
+      old: The parameters in their order.
+      new: The new name of each; "-", "!", "*" and ":" as in names.toml.
+      added: A name and the code of an argument that the call needs, or "".
+      is_open: Whether other arguments stay, and none is known by position.
     """
 
     function: str
-    tf_parameters: tuple[str, ...]
-    parameters: tuple[str, ...]
-    by_keyword: frozenset[str] = frozenset()
-    added: tuple[str, str] = ("", "")
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+    added: tuple[str, str]
+    is_open: bool
 
 
-def find_operation(full: str) -> Operation | None:
-    """Returns the Keras function for an operation's full name, or None."""
-    return _OPERATIONS.get(_SUBMODULES.sub("", full.removeprefix(TF)))
+def find_operation(full: str) -> Rule | None:
+    """Returns the rule of an operation in code of steps, or None."""
+    name = full.removeprefix(TF)
+    return OPERATIONS.get(name) or OPERATIONS.get(_SUBMODULES.sub("", full))
+
+
+def find_replacement(full: str) -> tuple[str, str, bool] | None:
+    """Finds the longest beginning of a name that a table has.
+
+    Returns:
+      The beginning, its text, and whether it is left; None if no table has it.
+    """
+    words = full.split(".")
+    for count in range(len(words), 0, -1):
+        prefix = ".".join(words[:count])
+        if prefix in RENAMED:
+            return prefix, RENAMED[prefix], False
+        is_module = full in ("tensorflow.distribute", "tensorflow.estimator")
+        if prefix in MARKED and not is_module:
+            return prefix, MARKED[prefix], True
+    return None
+
+
+def short(full: str) -> str:
+    """Returns a name as scripts have it: "tf.function"."""
+    return re.sub(r"^tensorflow\b", "tf", full)
 
 
 def _read_renames(document: dict[str, Any]) -> dict[str, str]:
-    return document["renamed"] | {
+    moved = {
         f"{module['from']}.{name}": f"{module['to']}.{name}"
         for module in document["moved"]
         for name in module["names"].split()
     }
+    words = {
+        f"{module}.{name}": f"{module}.{new}"
+        for module in ("keras.losses", "keras.metrics")
+        for name, new in document["functions"].items()
+    }
+    return document["renamed"] | moved | words
 
 
 def _read_marks(document: dict[str, Any]) -> dict[str, str]:
@@ -59,39 +89,57 @@ def _read_marks(document: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _read_operations(document: dict[str, Any]) -> dict[str, Operation]:
-    words = {k: v.split() for k, v in document.items() if k != "table"}
-    rows = [f"{n} | keras.ops.{n} | x | x |" for n in words["elementwise"]]
-    rows += [f"{n} | keras.ops.{n} | x y | x1 x2 |" for n in words["binary"]]
-    for name in words["activations"]:
-        rows.append(f"nn.{name} | keras.ops.{name} | features | x |")
-    for name in words["backend"]:
-        rows.append(f"{BACKEND}{name} | keras.ops.{name} | x | x |")
-    found = {}
-    for row in [*rows, *document["table"].strip().splitlines()]:
-        names, function, theirs, ours, added = map(str.strip, row.split("|"))
-        operation = Operation(
+def _read_table(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yields each name of a table with the other columns of its row."""
+    for row in text.strip().splitlines():
+        names, *columns = map(str.strip, row.split(" | "))
+        for name in names.split(","):
+            yield name.strip(), columns
+
+
+def _read_rules(text: str) -> dict[str, Rule]:
+    return {
+        name: Rule(
             function=function,
-            tf_parameters=tuple(theirs.split()),
-            parameters=tuple(word.rstrip("*") for word in ours.split()),
-            by_keyword=frozenset(w[:-1] for w in ours.split() if w[-1] == "*"),
-            added=added.partition("=")[::2],
+            old=tuple(old.removeprefix("...").split()),
+            new=tuple(new.split()),
+            added=(added.partition("=")[0].strip("|"), added.partition("=")[2]),
+            is_open=old.startswith("..."),
         )
-        found.update(dict.fromkeys(map(str.strip, names.split(",")), operation))
-    return found
+        for name, (function, old, new, added) in _read_table(text)
+    }
 
 
-_DOCUMENT = tomllib.loads(
+def _read_operations(document: dict[str, Any]) -> dict[str, Rule]:
+    words = {k: v.split() for k, v in document.items() if k != "table"}
+    rows = [f"{n} | keras.ops.{n} | x | x | |" for n in words["elementwise"]]
+    rows += [f"{n} | keras.ops.{n} | x y | x1 x2 | |" for n in words["binary"]]
+    for name in words["activations"]:
+        rows.append(f"nn.{name} | keras.ops.{name} | features | x | |")
+    for name in words["backend"]:
+        rows.append(f"{BACKEND}{name} | keras.ops.{name} | x | x | |")
+    return _read_rules("\n".join([*rows, document["table"].strip()]))
+
+
+DOCUMENT: dict[str, Any] = tomllib.loads(
     pathlib.Path(__file__).with_name("names.toml").read_text("utf-8")
 )
-_OPERATIONS = _read_operations(_DOCUMENT["operations"])
-RENAMED = _read_renames(_DOCUMENT)
+OPERATIONS = _read_operations(DOCUMENT["operations"])
+CALLS = _read_rules(DOCUMENT["calls"]["table"])
+"""The rules of calls outside of datasets, by function or ".method"."""
+TEMPLATES = dict(_read_table(DOCUMENT["templates"]["table"]))
+"""For each function or ".method": where, its parameters, and the new code."""
+RENAMED = _read_renames(DOCUMENT)
 """The replacement for each name, and for each that begins so."""
-DROPPED = _DOCUMENT["dropped"]
+DROPPED = DOCUMENT["dropped"]
 """The calls that are removed, with the reason."""
-MARKED = _read_marks(_DOCUMENT)
+MARKED = _read_marks(DOCUMENT)
 """The names that are left, with what to do; also what begins so."""
-MARKED_IN_STEPS = _DOCUMENT["marked_in_steps"]
+MARKED_IN_STEPS = DOCUMENT["marked_in_steps"]
 """The names that are left in code of steps, with what to do."""
-WORDS = {k: frozenset(v.split()) for k, v in _DOCUMENT["languages"].items()}
+OLD_WORDS = DOCUMENT["old_words"]
+"""Names of arguments in TensorFlow 1."""
+ARGUMENTS = DOCUMENT["arguments"]
+"""What to do about arguments that cannot be ported."""
+WORDS = {k: frozenset(v.split()) for k, v in DOCUMENT["languages"].items()}
 """The sets of words that decide about languages; see names.toml."""

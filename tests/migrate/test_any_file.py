@@ -9,8 +9,7 @@ import warnings
 
 import pytest
 
-from keras_strategies.migrate.command import _deep_recursion
-from keras_strategies.migrate.port import SyntaxProblem, port_sources
+from keras_strategies.migrate.porting import port_sources
 
 STANDARD = pathlib.Path(sysconfig.get_path("stdlib"))
 INSTALLED = pathlib.Path(sysconfig.get_path("purelib"))
@@ -18,9 +17,7 @@ SECONDS_PER_1000_LINES = 3
 
 
 def find_package():
-    import tensorflow as tf
-
-    return pathlib.Path(tf.__file__).parent
+    return INSTALLED / "tensorflow"
 
 
 def list_files(folder):
@@ -41,7 +38,7 @@ def read(path):
 
 
 def port(source):
-    with _deep_recursion(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return port_sources({"file": ("file", source)})["file"]
 
@@ -60,9 +57,10 @@ def check(path):
     """Ports a file; returns whether it has changed."""
     source = read(path)
     ported = port(source)
-    if isinstance(ported, SyntaxProblem):
-        assert not parses(source), path
+    if not parses(source):
+        assert ported.code == source, path
         return False
+    assert not ported.error, path
     imports = [
         node
         for node in ast.walk(ast.parse(source))
@@ -86,8 +84,8 @@ def check(path):
 
 
 def test_a_sample():
-    files = list_files(STANDARD)[:30] + list_files(find_package())[:30]
-    assert sum(map(check, files)) > 5
+    files = list_files(STANDARD)[:10] + list_files(find_package())[:10]
+    assert sum(map(check, files)) > 3
 
 
 @pytest.mark.slow

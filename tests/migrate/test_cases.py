@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from keras_strategies.migrate.port import port_sources
+from keras_strategies.migrate.porting import port_sources
 
 pytestmark = pytest.mark.quick
 
@@ -43,7 +43,7 @@ def test_case(name):
         for line in after.splitlines()
         if "# ks-migrate: " in line
     ]
-    assert sorted(each.text for each in ported.left) == sorted(marks)
+    assert sorted(text for _, text in ported.left) == sorted(marks)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,6 +1,5 @@
 """Files, folders and notebooks, and the command `migrate`."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -102,17 +101,9 @@ def test_lines_that_are_left_are_reported(project, capsys):
     assert "train.py:12  `tf.distribute.experimental.Param" in shown
     table = (project / "left.md").read_text()
     assert "| train.py:12 | `tf.distribute" in table
-    assert main(["migrate", ".", "--report", "left.json", "--write"]) == 1
-    (file,) = [
-        file
-        for file in json.loads((project / "left.json").read_text())["files"]
-        if file["left"]
-    ]
-    assert file["path"] == "./train.py"
-    assert file["changed"] == 5
+    assert main(["migrate", ".", "--write"]) == 1
     # The number is that of the line in the ported file.
     line = (project / "train.py").read_text().splitlines()[11]
-    assert file["left"][0]["place"] == "./train.py:12"
     assert "ParameterServerStrategy" in line
     assert not line.startswith("#")
 
@@ -145,19 +136,13 @@ def test_a_path_must_exist(capsys):
     assert "Received: 'none.py'" in capsys.readouterr().err
 
 
-def test_without_libcst_the_install_command_is_shown(monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["migrate", "a.py"]) == 2
-    assert 'pip install "keras-strategies[migrate]"' in capsys.readouterr().err
-
-
-def test_help_does_not_import_libcst():
+def test_help_imports_neither_keras_nor_jax():
     code = (
         "import sys\n"
         "from keras_strategies.cli.main import main\n"
         "try: main(['migrate', '--help'])\n"
         "except SystemExit: pass\n"
-        "print([m for m in ('libcst', 'keras', 'jax') if m in sys.modules])"
+        "print([m for m in ('keras', 'jax') if m in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True

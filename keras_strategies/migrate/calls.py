@@ -1,0 +1,168 @@
+"""Calls: operations, and the tables' other calls."""
+
+import ast
+import re
+
+from keras_strategies.migrate import tables
+from keras_strategies.migrate.languages import Language
+from keras_strategies.migrate.port import Port
+from keras_strategies.migrate.scopes import FUNCTIONS, dotted_name
+from keras_strategies.migrate.source import Argument, Source
+from keras_strategies.migrate.special import SPECIAL
+from keras_strategies.migrate.tables import BACKEND, TF, Rule
+
+
+def port_call(port: Port, call: ast.Call) -> None:
+    """Ports a call by its function's full name, or by its method."""
+    full, language = port.full_name(call.func), port.language(call)
+    if language is Language.DATA:
+        return
+    parent = port.names.parents[call]
+    if full in tables.DROPPED and isinstance(parent, ast.Expr):
+        port.dropped.add(parent)
+        port.claimed.add(call.func)
+        return
+    is_ours = full.startswith((TF, "keras."))
+    method = "" if is_ours else f".{getattr(call.func, 'attr', '')}"
+    root = full.rpartition(".")[0]
+    for name in (full, f"{root}.*", method, dotted_name(call.func)):
+        if name in tables.TEMPLATES and _fill_template(port, call, name):
+            return
+        rule = tables.CALLS.get(name)
+        is_done = rule is None or _apply_rule(port, call, rule, full or name)
+        if rule is not None and rule.function and not is_done:
+            return
+        if name in SPECIAL:
+            SPECIAL[name](port, call)
+    rule = tables.find_operation(full)
+    if rule is None or not is_ours or port.claimed & {call.func}:
+        return
+    if language is Language.BOTH:
+        scope = port.scope(call)
+        while scope.parent and not isinstance(scope.node, FUNCTIONS):
+            scope = scope.parent
+        port.claimed.add(call.func)
+        name = getattr(scope.node, "name", "")
+        text = f"`{name}` serves a dataset and a step: write one for each"
+        port.mark(scope.node or call, text)
+    elif language is Language.STEP or full.startswith(BACKEND):
+        _apply_rule(port, call, rule, full)
+
+
+def _apply_rule(port: Port, call: ast.Call, rule: Rule, name: str) -> bool:
+    """Renames a call's function and arguments, or marks it."""
+    args = port.source.arguments(call)
+    new = [_parameter(arg, index, rule) for index, arg in enumerate(args)]
+    problem = _find_problem(port.source, args, new, rule)
+    if problem is not None:
+        port.mark(call, f"`{tables.short(name)}`: {problem}")
+        if rule.function:
+            port.claimed.add(call.func)
+        return False
+    if rule.function.startswith("."):
+        end = port.source.span(call.func)[1]
+        start = end - len(call.func.attr)
+        port.edit(call, (start, end), [rule.function[1:]])
+    elif rule.function:
+        port.replace(call.func, rule.function)
+    is_in_order, given = True, set()
+    for arg, word in zip(args, new, strict=True):
+        if word is None:
+            continue
+        if word[0] in "-!":
+            is_in_order = False
+            port.drop_argument(call, arg)
+            continue
+        is_in_order &= not word.endswith("*")
+        word, _, form = word.rstrip("*").partition(":")
+        given.add(word)
+        start, value = arg.span[0], port.source.span(arg.value)
+        if arg.word and arg.word != word:
+            port.edit(call, (start, start + len(arg.word)), [word])
+        elif not arg.word and not is_in_order:
+            port.edit(call, (start, start), [f"{word}="])
+        if form:
+            before, after = form.split("{}")
+            port.edit(call, value, [port.alias(before), value, after], form)
+        if word == "mode":
+            text = port.source.code(arg.value).lower()
+            port.edit(call, value, [text])
+    word, text = rule.added
+    if word and word not in given:
+        first = port.source.code(args[0].value) if args else ""
+        port.add_argument(call, word, text.format(first))
+    return True
+
+
+def _parameter(arg: Argument, index: int, rule: Rule) -> str | None:
+    """Returns the new name of an argument; None if it stays as it is."""
+    old, word = rule.old, arg.word
+    if not word:
+        unknown = None if rule.is_open else "!"
+        is_known = not rule.is_open and index < len(old)
+        return rule.new[index] if is_known else unknown
+    if word not in old:
+        word = tables.OLD_WORDS.get(word, word)
+    if word not in old and word in ("x", "input", "tensor") and old:
+        word = old[0]
+    if word in old:
+        return rule.new[old.index(word)]
+    return None if rule.is_open else "-" if word == "name" else "!"
+
+
+def _find_problem(
+    source: Source, args: list[Argument], new: list[str | None], rule: Rule
+) -> str | None:
+    """Returns why a call's arguments cannot be ported, or None."""
+    for index, (arg, word) in enumerate(zip(args, new, strict=True)):
+        if arg.has_star and not rule.is_open:
+            return "its arguments are in a list or dict: write them one by one"
+        code = source.code(arg.value)
+        if word and word[0] == "!" and word[1:] not in (code, f"{code}.0"):
+            what = f"Keras has no counterpart of `{arg.word or index + 1}`"
+            way = tables.ARGUMENTS.get(arg.word)
+            return f"{what}: {way}" if way else what
+        is_literal = isinstance(arg.value, ast.Constant)
+        is_number = is_literal or re.fullmatch(r"[nkNK]\w*", code)
+        if word == "indices_or_sections" and not is_number:
+            return (
+                "for sizes, `keras.ops.split` takes the indices between the "
+                "parts"
+            )
+        if word == "mode" and not is_literal:
+            return "`mode` must be a literal"
+        is_text = is_literal and type(arg.value.value) is str
+        if word == "initializer" and (
+            is_text or isinstance(arg.value, ast.Lambda)
+        ):
+            return "`keras.Variable` takes a value, or an initializer"
+    if rule.function == "keras.ops.where" and len(args) == 1:
+        return "use `keras.ops.nonzero`, or three arguments"
+    return None
+
+
+def _fill_template(port: Port, call: ast.Call, name: str) -> bool:
+    """Replaces a call by a template's code; returns whether it fits."""
+    where, parameters, code = tables.TEMPLATES[name]
+    is_step = port.is_step(call)
+    has_steps = port.file.found[Language.STEP] or port.file.around
+    if (where == "step" and not is_step) or (
+        where == "host" and (is_step or not has_steps)
+    ):
+        return False
+    names = parameters.replace("*", "").split()
+    spans = {}
+    for index, arg in enumerate(port.source.arguments(call)):
+        word = arg.word or (names[index] if index < len(names) else "*")
+        if arg.has_star or (word not in names and "*" not in parameters):
+            return False
+        spans[word] = (arg.start, arg.span[1])
+    if not set(names) <= spans.keys():
+        return False
+    if isinstance(call.func, ast.Attribute):
+        end = port.source.span(call.func)[1] - len(call.func.attr)
+        dot = port.source.text.rindex(".", 0, end)
+        spans["self"] = (port.source.span(call)[0], dot)
+    port.claimed.add(call.func)
+    port.replace(call, code, spans)
+    return True

@@ -1,0 +1,164 @@
+"""Ports the source text of files; the room's entry."""
+
+import ast
+import dataclasses
+import difflib
+import sys
+from typing import cast
+
+from keras_strategies.migrate.calls import port_call
+from keras_strategies.migrate.imports import port_imports, roots_of
+from keras_strategies.migrate.languages import File, follow
+from keras_strategies.migrate.port import MARK, Port, keep_marks
+from keras_strategies.migrate.removal import remove
+from keras_strategies.migrate.scopes import Names, dotted_name
+from keras_strategies.migrate.source import Rendered, Source
+from keras_strategies.migrate.special import DEVICE_LISTS
+from keras_strategies.migrate.uses import port_use
+
+_ROOTS = {"tensorflow", "tensorflow_estimator"}
+# Expressions may be nested deeply, as in generated code.
+_DEPTH = 20_000
+_DISTRIBUTION = "keras.distribution"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ported:
+    """A ported file.
+
+    Attributes:
+      code: Its new text.
+      left: The lines that are left, with the texts about them.
+      num_changed: The number of lines that differ.
+      error: Why it could not be read, or "".
+    """
+
+    code: str
+    left: tuple[tuple[int, str], ...] = ()
+    num_changed: int = 0
+    error: str = ""
+
+
+def port_sources(sources: dict[str, tuple[str, str]]) -> dict[str, Ported]:
+    """Ports the files of a project together.
+
+    Functions are followed from file to file, so that a loss that another file
+    passes to `compile` is ported as code of a step.
+
+    Args:
+      sources: For each file its dotted module name, and its text.
+
+    Returns:
+      For each file what was ported, or why it could not be read.
+    """
+    results, files = {}, {}
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), _DEPTH))
+    for key, (module, text) in sources.items():
+        results[key] = Ported(code=text)
+        if "tensorflow" in text or _DISTRIBUTION in text:
+            try:
+                names = Names(Source(text))
+            except (SyntaxError, ValueError, RecursionError) as error:
+                results[key] = Ported(code=text, error=_describe(error))
+            else:
+                files[key] = File(module=module, names=names)
+    follow(list(files.values()))
+    for key, file in files.items():
+        if _concerns(file.names):
+            results[key] = _port(file)
+    return results
+
+
+def _describe(error: Exception) -> str:
+    line = getattr(error, "lineno", None) or 0
+    return (
+        f"line {line}: it must be Python 3. Received: {error}. Convert Python "
+        "2 first (print, except, dict methods)."
+    )
+
+
+def _concerns(names: Names) -> bool:
+    """Returns whether a file imports TensorFlow, or sets a distribution."""
+    return any(roots_of(node) & _ROOTS for node in names.imports) or any(
+        names.full_name(use).startswith(_DISTRIBUTION)
+        for scope in names.scopes.values()
+        for use in scope.uses
+    )
+
+
+def _port(file: File) -> Ported:
+    names, text = file.names, file.names.source.text
+    port = Port(file)
+    scopes = names.scopes.values()
+    for scope in scopes:
+        for call in scope.calls:
+            port_call(port, call)
+        for _, value in scope.assigned:
+            _port_backend(port, value)
+    for scope in scopes:
+        for use in scope.uses:
+            port_use(port, use)
+    rules = port.edits
+    port.edits = rules + remove(names, port.dropped, set())
+    _drop_devices(port, Rendered(text, port.edits))
+    port.edits = rules + remove(names, port.dropped, set())
+    rendered = Rendered(text, port.edits)
+    port.edits = list(rules)
+    filled = port_imports(port, rendered)
+    texts = keep_marks(port, rendered.keeps)
+    edits = port.edits + remove(names, port.dropped, filled)
+    code = Rendered(text, edits).text
+    return Ported(
+        code=code,
+        left=_find_left(code, texts),
+        num_changed=count_changed(text, code),
+    )
+
+
+def _port_backend(port: Port, value: ast.expr) -> None:
+    """Sets the environment variable KERAS_BACKEND to JAX."""
+    parent = port.names.parents[value]
+    targets = getattr(parent, "targets", None) or [parent]
+    if ast.unparse(targets[0]) == "os.environ['KERAS_BACKEND']":
+        port.edit(value, port.source.span(value), ['"jax"'])
+
+
+def _drop_devices(port: Port, rendered: Rendered) -> None:
+    """Drops lists of devices that only dropped code has read."""
+    kept: dict[str, bool] = {}
+    for scope in port.names.scopes.values():
+        for use in scope.uses:
+            root = dotted_name(use).split(".")[0]
+            is_kept = rendered.keeps(port.source.span(use)[0])
+            kept[root] = is_kept or kept.get(root, False)
+    for scope in port.names.scopes.values():
+        for targets, value in scope.assigned:
+            full = port.full_name(getattr(value, "func", None))
+            is_list = full.endswith(DEVICE_LISTS)
+            statement = port.names.parents[value]
+            if is_list and {kept.get(name) for name in targets} == {False}:
+                port.dropped.add(cast(ast.stmt, statement))
+
+
+def _find_left(code: str, texts: set[str]) -> tuple[tuple[int, str], ...]:
+    """Returns the lines below the comments that have these texts."""
+    found, waiting = [], []
+    for number, line in enumerate(code.splitlines(), 1):
+        text = line.strip()
+        if text.startswith(MARK) and text.removeprefix(MARK) in texts:
+            waiting.append(text.removeprefix(MARK))
+        elif not text.startswith("#"):
+            found += [(number, each) for each in waiting]
+            waiting = []
+    return tuple(found)
+
+
+def count_changed(before: str, after: str) -> int:
+    """Returns the number of lines that differ, as a diff shows them."""
+    old, new = before.splitlines(), after.splitlines()
+    matcher = difflib.SequenceMatcher(None, old, new)
+    return sum(
+        max(end - start, other_end - other_start)
+        for tag, start, end, other_start, other_end in matcher.get_opcodes()
+        if tag != "equal"
+    )

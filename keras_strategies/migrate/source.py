@@ -1,0 +1,266 @@
+"""The text of one file, its syntax tree, and edits of the text."""
+
+import ast
+import bisect
+import dataclasses
+import functools
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Sequence
+
+Span = tuple[int, int]
+Part = str | Span
+
+_LINE_END = re.compile(r"\r\n|\r|\n")
+_LAYOUT = (
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.COMMENT,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Argument:
+    """An argument of a call.
+
+    Attributes:
+      word: Its keyword, or "".
+      value: Its value.
+      span: Where it is, with its keyword and parentheses.
+      start: Where its value begins.
+      has_star: Whether it is `*args` or `**kwargs`.
+    """
+
+    word: str
+    value: ast.expr
+    span: Span
+    start: int
+    has_star: bool
+
+
+class Source:
+    """A parsed file, which finds the places of nodes in its text.
+
+    Raises:
+      SyntaxError: if the text is not Python 3, as far as this Python knows it.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tree = ast.parse(text)
+        ends = (match.end() for match in _LINE_END.finditer(text))
+        self._starts = [0, *ends, len(text)]
+
+    def span(self, node: ast.AST) -> Span:
+        """Returns the offsets at which a node begins and ends."""
+        return (
+            self._offset(node.lineno, node.col_offset),
+            self._offset(node.end_lineno, node.end_col_offset),
+        )
+
+    def code(self, node: ast.AST) -> str:
+        """Returns the text of a node."""
+        return self.text[slice(*self.span(node))]
+
+    def is_located(self, node: ast.AST) -> bool:
+        """Returns whether a node in an f-string has its true position."""
+        if sys.version_info >= (3, 12):
+            return True
+        try:
+            there = ast.parse(self.code(node), mode="eval").body
+        except (SyntaxError, ValueError, IndexError):
+            return False
+        return ast.dump(there) == ast.dump(node)
+
+    def arguments(self, call: ast.Call) -> list[Argument]:
+        """Returns the arguments of a call in their order."""
+        values = [*call.args, *call.keywords]
+        values.sort(key=lambda node: (node.lineno, node.col_offset))
+        end = self.span(call)[1]
+        index = bisect.bisect_left(self._token_ends, end)
+        if self._token_ends[index] == end:
+            spans = self._split(index)
+        else:
+            # Older tokenizers do not look into f-strings.
+            spans = list(map(self.span, values))
+        return [
+            Argument(
+                word=getattr(node, "arg", None) or "",
+                value=node.value if isinstance(node, ast.keyword) else node,
+                span=span,
+                start=self.text.index("=", span[0]) + 1
+                if getattr(node, "arg", None)
+                else span[0],
+                has_star=isinstance(node, ast.Starred)
+                or (isinstance(node, ast.keyword) and node.arg is None),
+            )
+            for node, span in zip(values, spans, strict=False)
+        ]
+
+    def line_start(self, offset: int) -> int:
+        """Returns where the logical line begins that an offset is in."""
+        return self._logical[bisect.bisect_right(self._logical, offset) - 1]
+
+    def indent(self, start: int) -> str:
+        """Returns the indentation of a logical line."""
+        return self.text[self.physical_start(start) : start]
+
+    def physical_start(self, offset: int) -> int:
+        """Returns where the line of the text begins that an offset is in."""
+        return self._starts[bisect.bisect_right(self._starts, offset) - 1]
+
+    def physical_end(self, offset: int) -> int:
+        """Returns where the next line of the text begins."""
+        return self._starts[
+            min(
+                bisect.bisect_right(self._starts, offset),
+                len(self._starts) - 1,
+            )
+        ]
+
+    @functools.cached_property
+    def newline(self) -> str:
+        """The characters that end a line."""
+        match = _LINE_END.search(self.text)
+        return match[0] if match else "\n"
+
+    @functools.cached_property
+    def tokens(self) -> list[tuple[int, str, int, int]]:
+        """The types, texts and offsets of tokens, without line ends."""
+        lines = io.StringIO(self.text, newline="").readline
+        return [
+            (
+                token.type,
+                token.string,
+                self._starts[token.start[0] - 1] + token.start[1],
+                self._starts[token.end[0] - 1] + token.end[1],
+            )
+            for token in tokenize.generate_tokens(lines)
+            if token.type not in _LAYOUT[:2] and token.string
+        ]
+
+    def comments(self, span: Span) -> list[str]:
+        """Returns the comments in a part of the text."""
+        return [
+            text
+            for kind, text, start, _ in self.tokens
+            if kind == tokenize.COMMENT and span[0] <= start < span[1]
+        ]
+
+    @functools.cached_property
+    def _token_ends(self) -> list[int]:
+        return [end for *_, end in self.tokens]
+
+    @functools.cached_property
+    def _logical(self) -> list[int]:
+        lines = io.StringIO(self.text, newline="").readline
+        found, is_start = [0], True
+        for token in tokenize.generate_tokens(lines):
+            if token.type in _LAYOUT:
+                is_start |= token.type == tokenize.NEWLINE
+            elif is_start and token.type != tokenize.ENDMARKER:
+                line, column = token.start
+                found.append(self._starts[line - 1] + column)
+                is_start = False
+        return found
+
+    def _offset(self, line: int, column: int) -> int:
+        start = self._starts[line - 1]
+        text = self.text[start : self._starts[line]]
+        if not text.isascii():
+            column = len(text.encode()[:column].decode())
+        return start + column
+
+    def _split(self, index: int) -> list[Span]:
+        """Returns the parts between the commas before a closing token."""
+        depth, pieces = 0, [self.tokens[index][2]]
+        while True:
+            _, text, start, stop = self.tokens[index]
+            depth += (text in tuple(")]}")) - (text in tuple("([{"))
+            if not depth:
+                pieces.append(stop)
+                break
+            if depth == 1 and text == ",":
+                pieces.append(start)
+            index -= 1
+        return [
+            self._strip(start + (self.text[start] == ","), stop)
+            for start, stop in zip(pieces[:0:-1], pieces[-2::-1], strict=True)
+        ]
+
+    def _strip(self, start: int, stop: int) -> Span:
+        """Returns the part of a text without what is around its tokens."""
+        first = bisect.bisect_right(self._token_ends, start)
+        last = bisect.bisect_right(self._token_ends, stop)
+        inner = [t for t in self.tokens[first:last] if t[0] != tokenize.COMMENT]
+        return (inner[0][2], inner[-1][3]) if inner else (start, start)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Edit:
+    """A replaced part of a text; empty for an insertion.
+
+    Attributes:
+      span: The part.
+      parts: The new texts, and the parts of the old text that stay.
+      modules: The modules of new code.
+      node: The code that it belongs to.
+    """
+
+    span: Span
+    parts: Sequence[Part]
+    modules: frozenset[str] = frozenset()
+    node: ast.AST | None = None
+
+
+class Rendered:
+    """A text with its edits.
+
+    Attributes:
+      text: The new text.
+      edits: The edits that it has: those in parts that others remove are none.
+    """
+
+    def __init__(self, text: str, edits: Sequence[Edit]) -> None:
+        self._old = text
+        # An insertion comes first, and then the edit that holds others.
+        self._all = sorted(
+            edits, key=lambda e: (e.span[0], e.span[0] < e.span[1], -e.span[1])
+        )
+        self._starts = [edit.span[0] for edit in self._all]
+        self._kept: list[Span] = []
+        self.edits: list[Edit] = []
+        self.text = "".join(self._render((0, len(text) + 1), 0))
+        self._kept.sort()
+
+    def keeps(self, offset: int) -> bool:
+        """Returns whether the new text has what was at an offset."""
+        index = bisect.bisect_right(self._kept, (offset, len(self._old) + 1))
+        return index > 0 and offset < self._kept[index - 1][1]
+
+    def _render(self, span: Span, first: int) -> list[str]:
+        at, stop = span
+        texts = []
+        index = max(first, bisect.bisect_left(self._starts, at))
+        while index < len(self._all) and self._starts[index] < stop:
+            edit = self._all[index]
+            start, end = edit.span
+            index += 1
+            if start < at or end > stop:
+                continue
+            self.edits.append(edit)
+            texts.append(self._keep(at, start))
+            for part in edit.parts:
+                is_text = isinstance(part, str)
+                texts += [part] if is_text else self._render(part, index)
+            at = end
+        return [*texts, self._keep(at, stop)]
+
+    def _keep(self, start: int, stop: int) -> str:
+        if start < stop:
+            self._kept.append((start, stop))
+        return self._old[start:stop]

@@ -1,0 +1,126 @@
+"""Names that no rule of a call has ported."""
+
+import ast
+
+from keras_strategies.migrate import tables
+from keras_strategies.migrate.languages import Language
+from keras_strategies.migrate.port import Port
+from keras_strategies.migrate.scopes import dotted_name, normalize
+from keras_strategies.migrate.special import OPTIMIZERS
+from keras_strategies.migrate.tables import BACKEND, TF, find_replacement
+
+_SHORT_DTYPES = {"int64": "int32", "float64": "float32"}
+_IN_DATASETS = ("tensorflow.function", "tensorflow.GradientTape")
+_TF_ROOTS = ("tensorflow", "tensorflow.compat.v1", "tensorflow.compat.v2")
+
+
+def port_use(port: Port, node: ast.expr) -> None:
+    """Ports a chain of names."""
+    _port_learning_rate(port, node)
+    full = port.full_name(node)
+    root = full.split(".")[0]
+    if root not in ("tensorflow", "keras") or node in port.claimed:
+        return
+    if port.is_step(node) and _port_value(port, node, full):
+        return
+    found = find_replacement(full)
+    if found is None or (full.startswith(BACKEND) and not found[2]):
+        _port_other(port, node, full)
+        return
+    prefix, text, is_mark = found
+    if is_mark:
+        port.mark(node, f"`{tables.short(prefix)}` {text}")
+    elif port.language(node) is Language.DATA and prefix in _IN_DATASETS:
+        return
+    elif not is_ported_import(normalize(_origin(port, node))):
+        _replace_prefix(port, node, full[len(prefix) :].count("."), text)
+
+
+def is_ported_import(origin: str) -> bool:
+    """Returns whether `from ... import X` of a full name stays, ported."""
+    found = find_replacement(origin)
+    if found is None or found[2]:
+        return False
+    prefix, text, _ = found
+    target = text + origin[len(prefix) :]
+    is_name = target.rpartition(".")[2] == origin.rpartition(".")[2]
+    return is_name and "." in target and '"' not in text
+
+
+def _origin(port: Port, node: ast.AST) -> str:
+    """Returns the full name of the import that a chain begins with."""
+    root = dotted_name(node).split(".")[0]
+    return port.names.origin(root, port.names.scope_of[node])
+
+
+def _replace_prefix(port: Port, node: ast.expr, count: int, text: str) -> None:
+    """Replaces a chain without its last names."""
+    port.claimed.add(node)
+    for _ in range(count):
+        assert isinstance(node, ast.Attribute)
+        node = node.value
+    port.replace(node, text)
+
+
+def _port_learning_rate(port: Port, node: ast.AST) -> None:
+    """Writes `optimizer.lr` in full."""
+    while isinstance(node, ast.Attribute):
+        owner = dotted_name(node.value).rpartition(".")[2].lower()
+        if node.attr == "lr" and owner.endswith(OPTIMIZERS):
+            end = port.source.span(node)[1]
+            port.edit(node, (end - 2, end), ["learning_rate"])
+        node = node.value
+
+
+def _port_value(port: Port, node: ast.expr, full: str) -> bool:
+    """Ports a dtype, or the index of a new axis."""
+    name = full.removeprefix(TF).removeprefix("dtypes.")
+    if full == f"{TF}newaxis":
+        port.replace(node, "None")
+    elif full.startswith(TF) and name in tables.WORDS["dtypes"]:
+        around = port.names.ancestors(node)
+        if any(
+            isinstance(each, ast.Call)
+            and port.full_name(each.func).endswith(".Variable")
+            for each in around
+        ):
+            name = _SHORT_DTYPES.get(name, name)
+        port.replace(node, f'"{name}"')
+    else:
+        return False
+    return True
+
+
+def _port_other(port: Port, node: ast.expr, full: str) -> None:
+    language = port.language(node)
+    rule = tables.find_operation(full)
+    if language is Language.DATA and not full.startswith("keras."):
+        return
+    is_function = rule is not None and len(rule.new) == 1
+    is_step = language is Language.STEP
+    if is_function and (is_step or full.startswith(BACKEND)):
+        port.replace(node, rule.function)
+    elif full.startswith(BACKEND) and (
+        full.split(".")[2] not in tables.WORDS["backend"]
+    ):
+        port.mark(node, f"`{full}` is not in Keras 3: use `keras.ops`")
+    elif full.startswith("keras"):
+        if _origin(port, node) in _TF_ROOTS:
+            _replace_prefix(port, node, full.count("."), "keras")
+    elif is_step and "." in full:
+        _mark_in_step(port, node, full)
+
+
+def _mark_in_step(port: Port, node: ast.expr, full: str) -> None:
+    if full.split(".")[1] in tables.WORDS["kept"] or any(
+        isinstance(each, ast.arg | ast.AnnAssign)
+        or getattr(each, "returns", None) is node
+        for each in port.names.ancestors(node)[:3]
+    ):
+        return
+    for prefix, text in tables.MARKED_IN_STEPS.items():
+        if f"{full}.".startswith(f"{prefix}."):
+            port.mark(node, f"`{tables.short(prefix)}`: {text}")
+            return
+    text = "has no known counterpart here"
+    port.mark(node, f"`{tables.short(full)}` {text}")
