@@ -3,13 +3,12 @@
 import ast
 import re
 
-from keras_strategies.migrate import tables
+from keras_strategies.migrate import special, tables
 from keras_strategies.migrate.languages import Language
 from keras_strategies.migrate.port import Port
 from keras_strategies.migrate.scopes import FUNCTIONS, dotted_name
 from keras_strategies.migrate.source import Argument, Source
-from keras_strategies.migrate.special import SPECIAL
-from keras_strategies.migrate.tables import BACKEND, TF, Rule
+from keras_strategies.migrate.tables import BACKEND, TEXTS, TF, Rule
 
 
 def port_call(port: Port, call: ast.Call) -> None:
@@ -32,8 +31,8 @@ def port_call(port: Port, call: ast.Call) -> None:
         is_done = rule is None or _apply_rule(port, call, rule, full or name)
         if rule is not None and rule.function and not is_done:
             return
-        if name in SPECIAL:
-            SPECIAL[name](port, call)
+        if name in tables.SPECIAL:
+            getattr(special, f"port_{tables.SPECIAL[name]}")(port, call)
     rule = tables.find_operation(full)
     if rule is None or not is_ours or port.claimed & {call.func}:
         return
@@ -61,8 +60,8 @@ def _apply_rule(port: Port, call: ast.Call, rule: Rule, name: str) -> bool:
         return False
     if rule.function.startswith("."):
         end = port.source.span(call.func)[1]
-        start = end - len(call.func.attr)
-        port.edit(call, (start, end), [rule.function[1:]])
+        dot = port.source.text.rindex(".", 0, end)
+        port.edit(call, (dot, end), [rule.function])
     elif rule.function:
         port.replace(call.func, rule.function)
     is_in_order, given = True, set()
@@ -116,7 +115,7 @@ def _find_problem(
     """Returns why a call's arguments cannot be ported, or None."""
     for index, (arg, word) in enumerate(zip(args, new, strict=True)):
         if arg.has_star and not rule.is_open:
-            return "its arguments are in a list or dict: write them one by one"
+            return TEXTS["starred"]
         code = source.code(arg.value)
         if word and word[0] == "!" and word[1:] not in (code, f"{code}.0"):
             what = f"Keras has no counterpart of `{arg.word or index + 1}`"
@@ -125,19 +124,16 @@ def _find_problem(
         is_literal = isinstance(arg.value, ast.Constant)
         is_number = is_literal or re.fullmatch(r"[nkNK]\w*", code)
         if word == "indices_or_sections" and not is_number:
-            return (
-                "for sizes, `keras.ops.split` takes the indices between the "
-                "parts"
-            )
+            return TEXTS["sizes"]
         if word == "mode" and not is_literal:
-            return "`mode` must be a literal"
-        is_text = is_literal and type(arg.value.value) is str
+            return TEXTS["mode"]
+        is_text = isinstance(getattr(arg.value, "value", 0), str)
         if word == "initializer" and (
             is_text or isinstance(arg.value, ast.Lambda)
         ):
-            return "`keras.Variable` takes a value, or an initializer"
+            return TEXTS["value"]
     if rule.function == "keras.ops.where" and len(args) == 1:
-        return "use `keras.ops.nonzero`, or three arguments"
+        return TEXTS["where"]
     return None
 
 

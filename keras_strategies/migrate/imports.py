@@ -8,7 +8,6 @@ from keras_strategies.migrate.port import PACKAGE, Port
 from keras_strategies.migrate.scopes import (
     Scope,
     bindings,
-    dotted_name,
     module_of,
     normalize,
 )
@@ -16,18 +15,15 @@ from keras_strategies.migrate.source import Rendered
 from keras_strategies.migrate.tables import find_replacement
 from keras_strategies.migrate.uses import is_ported_import
 
+_FULL = {"ks": PACKAGE, "jax": "jax", "keras": "keras"}
 _KERAS = {"keras", "keras_hub", "keras_cv", "keras_nlp", "keras_tuner"}
-_FIRST = _KERAS | {
-    "tensorflow",
-    "tensorflow_datasets",
-    "tensorflow_hub",
-    "tensorflow_addons",
-    PACKAGE,
-}
+TENSORFLOW = {"tensorflow", "tensorflow_estimator"}
+_FIRST = _KERAS | TENSORFLOW | {PACKAGE}
+_FIRST |= {"tensorflow_datasets", "tensorflow_hub", "tensorflow_addons"}
 _FROM = re.compile(r"from\s+([\w.]+)\s+import\b")
 
 
-def roots_of(node: ast.AST) -> set[str]:
+def roots_of(node: ast.Import | ast.ImportFrom) -> set[str]:
     """Returns the first names of the modules that a statement imports."""
     if isinstance(node, ast.ImportFrom):
         return {module_of(node).split(".")[0]}
@@ -44,162 +40,121 @@ def port_imports(port: Port, rendered: Rendered) -> set[ast.stmt]:
     Returns:
       The statements before which there are new ones.
     """
-    used, kept = _find_uses(port, rendered)
-    needed: dict[Scope, set[str]] = {}
+    names = port.names
+    unused = names.find_uses() - names.find_uses(rendered.keeps)
     anchors: dict[Scope, ast.stmt] = {}
-    for node in port.names.imports:
+    for node in names.imports:
         if roots_of(node) & _FIRST:
-            anchors.setdefault(port.names.scope_of[node], node)
+            anchors.setdefault(names.scope_of[node], node)
+    needed: dict[Scope, set[str]] = {scope: set() for scope in anchors}
     for edit in rendered.edits:
-        scope = port.names.scope_of[edit.node] if edit.node else port.names.root
-        homes = [port.names.root, *scope.enclosing()]
-        home = next((s for s in homes if s in anchors), port.names.root)
-        for module in edit.modules:
-            full = PACKAGE if module == "ks" else module
-            if port.names.origin(port.aliases[module], scope) != full:
-                needed.setdefault(home, set()).add(module)
-    for node in port.names.imports:
-        modules = needed.setdefault(port.names.scope_of[node], set())
-        for line in _port_import(port, node, used - kept):
+        scope = names.scope_of.get(edit.node, names.root)
+        homes = [s for s in (names.root, *scope.enclosing()) if s in anchors]
+        for module in edit.modules if homes else ():
+            if names.origin(port.aliases[module], scope) != _FULL[module]:
+                needed[homes[0]].add(module)
+    bound = set()
+    for node in names.imports:
+        scope = names.scope_of[node]
+        for line in _port_import(port, node, unused):
             if line.split()[1].split(".")[0] in _KERAS:
-                modules.add("ks")
+                needed[scope].add("ks")
             if re.fullmatch(r"import keras( as keras|\..*)?", line):
-                modules.add("-keras")
-    root = needed.get(port.names.root, set())
+                bound.add((scope, "keras"))
+    filled = set()
     for scope, modules in needed.items():
+        if "keras" in modules:
+            modules.add("ks")
+        is_inner = scope is not names.root
         has_ks = any(
             origin.split(".")[0] == PACKAGE
             for each in scope.visible()
             for origins in each.imports.values()
             for origin in origins
         )
-        if "keras" in modules:
-            modules.add("ks")
-        is_inner = scope is not port.names.root
-        if (is_inner and "ks" in root) or has_ks:
-            modules.discard("ks")
-    filled = set()
-    for scope, anchor in anchors.items():
-        modules = needed.get(scope, set())
-        for module in ("ks", "jax", "keras"):
-            if module in modules and f"-{module}" not in modules:
-                filled.add(anchor)
-                _insert(port, anchor, module)
+        if has_ks or (is_inner and "ks" in needed.get(names.root, ())):
+            bound.add((scope, "ks"))
+        for module in _FULL:
+            if module in modules and (scope, module) not in bound:
+                filled.add(anchors[scope])
+                _insert(port, anchors[scope], module)
     return filled
 
 
 def _insert(port: Port, anchor: ast.stmt, module: str) -> None:
-    full = PACKAGE if module == "ks" else module
     alias = port.aliases[module]
-    name = f"import {full}" + ("" if alias == full else f" as {alias}")
+    is_same = alias == _FULL[module]
+    line = f"import {_FULL[module]}" + ("" if is_same else f" as {alias}")
     start = port.source.line_start(port.source.span(anchor)[0])
-    port.insert_line(start, name)
-
-
-def _find_uses(
-    port: Port, rendered: Rendered
-) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
-    """Returns the imported names that are read, and those still read."""
-    used, kept = set(), set()
-    for scope in port.names.scopes.values():
-        for use in scope.uses:
-            root = dotted_name(use).split(".")[0]
-            found = {
-                (root, origin)
-                for each in scope.visible()
-                for origin in each.imports.get(root, ())
-            }
-            used |= found
-            if found and rendered.keeps(port.source.span(use)[0]):
-                kept |= found
-    return used, kept
+    port.insert_line(start, line)
 
 
 def _port_import(
     port: Port, node: ast.Import | ast.ImportFrom, unused: set[tuple[str, str]]
 ) -> list[str]:
     """Ports a statement; returns those that there are then."""
-    if not roots_of(node) & {"tensorflow", "keras", "tensorflow_estimator"}:
+    if not roots_of(node) & (TENSORFLOW | {"keras"}):
         return [f"import {root}" for root in roots_of(node)]
-    names = [node.module] if isinstance(node, ast.ImportFrom) else []
-    for name in names or [alias.name for alias in node.names]:
-        if (name or "").startswith("tensorflow.python"):
-            reason = tables.MARKED["tensorflow.python"]
-            port.mark(node, f"`{name}` {reason}")
-            return []
-    dropped = {
-        alias
-        for alias, bound in zip(node.names, bindings(node), strict=True)
-        if bound in unused and bound[1].split(".")[0] == "tensorflow"
-    }
+    is_from = isinstance(node, ast.ImportFrom)
+    module = module_of(node) if is_from else ""
     groups: dict[str, list[str]] = {}
-    for alias in node.names:
-        is_as = alias.asname not in (None, alias.name)
-        if isinstance(node, ast.ImportFrom):
-            module, name = _target(module_of(node), alias.name)
-            if name is None or alias in dropped:
-                continue
-            as_name = f" as {alias.asname}" if is_as else ""
-            if not module:
-                as_name = "" if alias.asname in (None, name) else as_name
-                module = f"import {name}{as_name}"
-            groups.setdefault(module, []).append(name + as_name)
-        elif alias not in dropped:
-            full = normalize(alias.name) if alias.asname else alias.name
-            is_as = alias.asname and alias.asname != full
-            text = full + (f" as {alias.asname}" if is_as else "")
-            groups.setdefault("", []).append(text)
-    if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-        groups = {normalize(module_of(node)): ["*"]}
-        if next(iter(groups)).split(".")[0] == "tensorflow":
+    for alias, bound in zip(node.names, bindings(node), strict=True):
+        full = f"{module}.{alias.name}".lstrip(".")
+        if full.startswith("tensorflow.python"):
+            name, text = module or full, tables.MARKED["tensorflow.python"]
+            port.mark(node, f"`{name}` {text}")
+            return []
+        if alias.name == "*" and normalize(module).startswith("tensorflow"):
             text = "name what is imported: `*` hides it from `migrate`"
             port.mark(node, text)
-    return _write(port, node, groups)
-
-
-def _target(module: str, name: str) -> tuple[str, str | None]:
-    """Returns where a name is imported from now; None if it is not."""
-    full = normalize(f"{module}.{name}")
-    if is_ported_import(full):
-        prefix, text, _ = find_replacement(full) or ("", "", False)
-        target = text + full[len(prefix) :]
-        root = target.rpartition(".")[0]
-        return re.sub(r"^ks\b", PACKAGE, root), name
-    found = find_replacement(full)
-    is_replaced = found is not None and not found[2]
-    if is_replaced and full.startswith("keras."):
-        return "", None
-    if full == "keras":
-        return "", name
-    root = full.rpartition(".")[0]
-    return (root if root.split(".")[0] == "keras" else module), name
-
-
-def _write(
-    port: Port, node: ast.Import | ast.ImportFrom, groups: dict[str, list[str]]
-) -> list[str]:
-    """Replaces a statement by those of the modules and their names."""
-    source, span = port.source, port.source.span(node)
-    if not groups:
-        port.dropped.add(node)
-        return []
+        if bound in unused and bound[1].startswith("tensorflow"):
+            continue
+        root, name = "", alias.name
+        if is_from:
+            root, name = _find_target(module, alias.name)
+        elif alias.asname:
+            name = normalize(alias.name)
+        if name and alias.asname and alias.asname != name:
+            groups.setdefault(root, []).append(f"{name} as {alias.asname}")
+        elif name:
+            groups.setdefault(root, []).append(name)
     lines = [
-        module
-        if module.startswith("import ")
-        else f"from {module} import {', '.join(names)}"
-        if module
-        else f"import {', '.join(names)}"
-        for module, names in groups.items()
+        f"from {root} import {', '.join(names)}" if root else f"import {name}"
+        for root, names in groups.items()
+        for name in ([""] if root else names if is_from else [", ".join(names)])
     ]
-    if [ast.unparse(node)] == lines:
-        return lines
-    match = _FROM.match(source.text, span[0])
-    is_whole = sum(map(len, groups.values())) == len(node.names)
-    if match and is_whole and len(lines) == 1 and lines[0].startswith("from"):
-        port.edit(node, match.span(1), list(groups))
-        return lines
-    line = source.line_start(span[0])
-    joint = source.newline + source.indent(line) if line == span[0] else "; "
-    comments = source.comments(span) if line == span[0] else []
-    port.edit(node, span, [joint.join([*comments, *lines])])
+    if not lines:
+        port.dropped.add(node)
+    elif lines != [ast.unparse(node)]:
+        _write(port, node, lines, sum(map(len, groups.values())))
     return lines
+
+
+def _find_target(module: str, name: str) -> tuple[str, str]:
+    """Returns from where a name is imported now; "" if it is not."""
+    full = normalize(f"{module}.{name}")
+    prefix, text, is_mark = find_replacement(full) or ("", "", True)
+    if is_ported_import(full):
+        root = (text + full[len(prefix) :]).rpartition(".")[0]
+        return re.sub(r"^ks\b", PACKAGE, root), name
+    if not is_mark and full.startswith("keras."):
+        return "", ""
+    root = full.rpartition(".")[0]
+    is_keras = full.split(".")[0] == "keras"
+    return (root if is_keras else module), name
+
+
+def _write(port: Port, node: ast.stmt, lines: list[str], count: int) -> None:
+    """Replaces a statement by others, or the module in it."""
+    source, span = port.source, port.source.span(node)
+    match = _FROM.match(source.text, *span)
+    is_whole = count == len(getattr(node, "names", ()))
+    if match and is_whole and len(lines) == 1 and lines[0].startswith("from"):
+        port.edit(node, match.span(1), [lines[0].split()[1]])
+        return
+    line = source.line_start(span[0])
+    joint, comments = "; ", []
+    if line == span[0]:
+        joint = source.newline + source.indent(line)
+        comments = source.comments(span)
+    port.edit(node, span, [joint.join([*comments, *lines])])

@@ -9,7 +9,9 @@ import ast
 import collections
 import dataclasses
 import enum
+import itertools
 from collections.abc import Iterable
+from typing import Any
 
 from keras_strategies.migrate import tables
 from keras_strategies.migrate.scopes import (
@@ -33,6 +35,12 @@ class Language(enum.Flag):
     BOTH = STEP | DATA
 
 
+def _by_kind() -> Any:
+    return dataclasses.field(
+        default_factory=lambda: {Language.STEP: set(), Language.DATA: set()}
+    )
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class File:
     """A file of a project, whose functions are followed with the others'.
@@ -49,12 +57,8 @@ class File:
 
     module: str
     names: Names
-    found: dict[Language, set[Scope]] = dataclasses.field(
-        default_factory=lambda: {Language.STEP: set(), Language.DATA: set()}
-    )
-    elsewhere: dict[Language, set[str]] = dataclasses.field(
-        default_factory=lambda: {Language.STEP: set(), Language.DATA: set()}
-    )
+    found: dict[Language, set[Scope]] = _by_kind()
+    elsewhere: dict[Language, set[str]] = _by_kind()
     around: set[Scope] = dataclasses.field(default_factory=set)
     symbolic: set[ast.AST] = dataclasses.field(default_factory=set)
 
@@ -85,19 +89,24 @@ class File:
 
 def follow(files: list[File]) -> None:
     """Completes what each file's functions are by what they call."""
-    by_module = collections.defaultdict(list)
+    by_name = collections.defaultdict(list)
     for file in files:
-        by_module[file.module.split(".")[-1]].append(file)
         for scope in file.names.scopes.values():
             _find_roots(file, scope)
             _find_symbolic(file, scope)
+        for name, scope in file.names.root.functions.items():
+            by_name[name].append((f".{file.module}.{name}", file, scope))
     count = -1
     while count != (count := sum(file.count() for file in files)):
-        for file in files:
-            for kind in file.found:
-                _reach(file, kind)
-                for name in file.elsewhere[kind]:
-                    _enter_elsewhere(name, kind, by_module)
+        for file, kind in itertools.product(
+            files, (Language.STEP, Language.DATA)
+        ):
+            _reach(file, kind)
+            for name in file.elsewhere[kind]:
+                name = f".{name.lstrip('.')}"
+                for full, other, scope in by_name[name.rpartition(".")[2]]:
+                    if full.endswith(name) or name.endswith(full):
+                        other.found[kind].add(scope)
 
 
 def _find_roots(file: File, scope: Scope) -> None:
@@ -114,18 +123,17 @@ def _find_roots(file: File, scope: Scope) -> None:
         _read_call(file, scope, call)
 
 
-def _is_keras_class(names: Names, scope: Scope) -> bool:
+def _is_keras_class(names: Names, scope: Scope, *inner: Scope) -> bool:
     """Returns whether a class inherits from one of Keras, in this file."""
-    assert isinstance(scope.node, ast.ClassDef)
-    for base in scope.node.bases:
+    for base in getattr(scope.node, "bases", ()):
         text, full = dotted_name(base), names.full_name(base)
         root = full.split(".")[0]
         if root in ("keras", "keras_hub") or full == "tensorflow.Module":
             return True
         for each in scope.parent.visible() if scope.parent else ():
             other = each.classes.get(text, scope)
-            if other is not scope:
-                return _is_keras_class(names, other)
+            if other not in (scope, *inner):
+                return _is_keras_class(names, other, scope, *inner)
         # Of another file of the project.
         is_part = text.endswith(tuple(tables.WORDS["parts"]))
         if is_part and root not in ("torch", "tensorflow"):
@@ -137,7 +145,7 @@ def _read_call(file: File, scope: Scope, call: ast.Call) -> None:
     """Finds the functions that a call computes in steps or in datasets."""
     full = file.names.full_name(call.func)
     method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-    values = [*call.args, *(word.value for word in call.keywords)]
+    values = values_of(call)
     is_data = full.startswith("tensorflow.data.")
     if is_data or full in tables.WORDS["python_calls"]:
         _add(file, Language.DATA, scope, values)
@@ -161,6 +169,11 @@ def _read_call(file: File, scope: Scope, call: ast.Call) -> None:
         _add(file, Language.STEP, scope, values)
     if method in ("merge_call", "add_loss"):
         _add(file, Language.STEP, scope, call.args[:1])
+
+
+def values_of(call: ast.Call) -> list[ast.expr]:
+    """Returns the values of a call's arguments."""
+    return [*call.args, *(word.value for word in call.keywords)]
 
 
 def _elements(node: ast.expr) -> list[ast.expr]:
@@ -215,17 +228,13 @@ def _functions_of(names: Names, scope: Scope, node: ast.AST) -> list[Scope]:
     is_self = root in ("self", "cls")
     classes = [
         each
-        for each in (scope.enclosing() if is_self else ())
-        if isinstance(each.node, ast.ClassDef) and rest in each.functions
-    ]
-    if classes:
-        return [classes[0].functions[rest]]
-    methods = [
-        each.functions[rest]
         for each in names.scopes.values()
         if isinstance(each.node, ast.ClassDef) and rest in each.functions
     ]
-    return methods if len(methods) == 1 or is_self else []
+    around = set(scope.enclosing() if is_self else ())
+    chosen = [each for each in classes if each in around][-1:] or classes
+    is_known = is_self or len(chosen) == 1
+    return [each.functions[rest] for each in chosen] if is_known else []
 
 
 def _reach(file: File, kind: Language) -> None:
@@ -239,12 +248,8 @@ def _reach(file: File, kind: Language) -> None:
                 continue
             before = set(found)
             # A decorator of an inner function is no call of it.
-            _add(
-                file,
-                kind,
-                each,
-                [u for u in each.uses if not is_decorator(file.names, u)],
-            )
+            uses = [u for u in each.uses if not is_decorator(file.names, u)]
+            _add(file, kind, each, uses)
             waiting += found - before
 
 
@@ -252,18 +257,6 @@ def is_decorator(names: Names, node: ast.AST) -> bool:
     """Returns whether a node decorates a function or a class."""
     decorators = getattr(names.parents.get(node), "decorator_list", ())
     return any(node is each for each in decorators)
-
-
-def _enter_elsewhere(
-    name: str, kind: Language, by_module: dict[str, list[File]]
-) -> None:
-    module, _, function = name.rpartition(".")
-    for file in by_module.get(module.split(".")[-1], ()):
-        own = file.module.split(".")
-        parts = [part for part in module.split(".") if part]
-        functions = file.names.root.functions
-        if own[-len(parts) :] == parts[-len(own) :] and function in functions:
-            file.found[kind].add(functions[function])
 
 
 def _find_symbolic(file: File, scope: Scope) -> None:
@@ -287,8 +280,6 @@ def _find_symbolic(file: File, scope: Scope) -> None:
         if is_symbolic(value):
             tensors |= targets
     for call in scope.calls:
-        if any(
-            map(is_symbolic, [*call.args, *(k.value for k in call.keywords)])
-        ):
+        if any(map(is_symbolic, values_of(call))):
             file.symbolic.add(call)
             _add(file, Language.STEP, scope, [call.func])

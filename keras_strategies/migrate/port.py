@@ -1,7 +1,6 @@
 """The port of one file: its edits, and the lines that are left."""
 
 import ast
-import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,40 +20,30 @@ _MODULE = re.compile(r"""(?<![\w."'])(ks|keras|jax)(?=\.|$)""")
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
-@dataclasses.dataclass(eq=False)
 class Port:
     """The edits of a file, as rules add them.
 
     Attributes:
       file: The file.
+      names: Its names.
+      source: Its text.
       edits: Its edits.
       dropped: Statements that are removed.
-      marks: The texts that are left, with their nodes.
+      marks: The nodes that are left, with texts about them.
       claimed: The nodes that a rule has decided about.
       aliases: The names of modules in new code.
     """
 
-    file: File
-    edits: list[Edit] = dataclasses.field(default_factory=list)
-    dropped: set[ast.stmt] = dataclasses.field(default_factory=set)
-    marks: dict[tuple[ast.AST, str], None] = dataclasses.field(
-        default_factory=dict
-    )
-    claimed: set[ast.AST] = dataclasses.field(default_factory=set)
-
-    def __post_init__(self) -> None:
+    def __init__(self, file: File) -> None:
+        self.file = file
+        self.names = file.names
+        self.source = file.names.source
+        self.edits: list[Edit] = []
+        self.dropped: set[ast.stmt] = set()
+        self.marks: dict[tuple[ast.AST, str], None] = {}
+        self.claimed: set[ast.AST] = set()
         names = ("ks", "keras", "jax")
         self.aliases = {name: _choose_alias(name, self.names) for name in names}
-
-    @property
-    def names(self) -> Names:
-        """The file's names."""
-        return self.file.names
-
-    @property
-    def source(self) -> Source:
-        """The file's text."""
-        return self.file.names.source
 
     def full_name(self, node: ast.AST | None) -> str:
         """Returns the full name of a chain, or ""."""
@@ -122,12 +111,12 @@ class Port:
     def drop_argument(self, call: ast.Call, arg: Argument) -> None:
         """Removes an argument, with its line if it has one for itself."""
         text, (start, end) = self.source.text, arg.span
-        line = self.source.physical_start(start)
+        line = self.source.physical_line(start)[0]
         before = re.search(r",\s*$", text[:start])
         after = re.match(r"\s*,[ \t]*", text[end:])
         stop = end + (after.end() if after else 0)
         if not text[line:start].strip() and text[stop] in "\r\n":
-            span = (line, self.source.physical_end(stop))
+            span = (line, self.source.physical_line(stop)[1])
         elif before:
             span = (before.start(), end)
         else:
@@ -144,7 +133,7 @@ class Port:
     def insert_line(self, start: int, text: str) -> None:
         """Inserts a line before a logical line."""
         line = self.source.indent(start) + text + self.source.newline
-        place = self.source.physical_start(start)
+        place = self.source.physical_line(start)[0]
         edit = Edit(span=(place, place), parts=[line])
         if edit not in self.edits:
             self.edits.append(edit)
@@ -181,7 +170,7 @@ def keep_marks(port: Port, keeps: Callable[[int], bool]) -> set[str]:
 
 
 def _comments_above(source: Source, start: int) -> list[str]:
-    lines = source.text[: source.physical_start(start)].splitlines()
+    lines = source.text[: source.physical_line(start)[0]].splitlines()
     found = []
     while lines and lines[-1].strip().startswith("#"):
         found.append(lines.pop().strip())

@@ -7,16 +7,15 @@ import sys
 from typing import cast
 
 from keras_strategies.migrate.calls import port_call
-from keras_strategies.migrate.imports import port_imports, roots_of
+from keras_strategies.migrate.imports import TENSORFLOW, port_imports, roots_of
 from keras_strategies.migrate.languages import File, follow
 from keras_strategies.migrate.port import MARK, Port, keep_marks
 from keras_strategies.migrate.removal import remove
-from keras_strategies.migrate.scopes import Names, dotted_name
+from keras_strategies.migrate.scopes import Names
 from keras_strategies.migrate.source import Rendered, Source
-from keras_strategies.migrate.special import DEVICE_LISTS
+from keras_strategies.migrate.tables import SPECIAL
 from keras_strategies.migrate.uses import port_use
 
-_ROOTS = {"tensorflow", "tensorflow_estimator"}
 # Expressions may be nested deeply, as in generated code.
 _DEPTH = 20_000
 _DISTRIBUTION = "keras.distribution"
@@ -79,7 +78,7 @@ def _describe(error: Exception) -> str:
 
 def _concerns(names: Names) -> bool:
     """Returns whether a file imports TensorFlow, or sets a distribution."""
-    return any(roots_of(node) & _ROOTS for node in names.imports) or any(
+    return any(roots_of(node) & TENSORFLOW for node in names.imports) or any(
         names.full_name(use).startswith(_DISTRIBUTION)
         for scope in names.scopes.values()
         for use in scope.uses
@@ -125,19 +124,13 @@ def _port_backend(port: Port, value: ast.expr) -> None:
 
 def _drop_devices(port: Port, rendered: Rendered) -> None:
     """Drops lists of devices that only dropped code has read."""
-    kept: dict[str, bool] = {}
-    for scope in port.names.scopes.values():
-        for use in scope.uses:
-            root = dotted_name(use).split(".")[0]
-            is_kept = rendered.keeps(port.source.span(use)[0])
-            kept[root] = is_kept or kept.get(root, False)
+    uses = port.names.find_uses() - port.names.find_uses(rendered.keeps)
     for scope in port.names.scopes.values():
         for targets, value in scope.assigned:
-            full = port.full_name(getattr(value, "func", None))
-            is_list = full.endswith(DEVICE_LISTS)
-            statement = port.names.parents[value]
-            if is_list and {kept.get(name) for name in targets} == {False}:
-                port.dropped.add(cast(ast.stmt, statement))
+            function = port.full_name(getattr(value, "func", None))
+            is_unused = {(name, "") for name in targets} <= uses
+            if SPECIAL.get(function) == "devices" and is_unused:
+                port.dropped.add(cast(ast.stmt, port.names.parents[value]))
 
 
 def _find_left(code: str, texts: set[str]) -> tuple[tuple[int, str], ...]:

@@ -1,6 +1,7 @@
 """Removes statements, and those around them that have nothing left."""
 
 import ast
+import re
 
 from keras_strategies.migrate.scopes import Names
 from keras_strategies.migrate.source import Edit, Span
@@ -22,8 +23,7 @@ def remove(
     waiting = list(dropped)
     while waiting:
         parent = names.parents.get(waiting.pop())
-        body = getattr(parent, "body", None)
-        if isinstance(body, list) and set(body) <= dropped and _is_idle(parent):
+        if isinstance(parent, ast.stmt) and _is_idle(parent, dropped):
             dropped.add(parent)
             waiting.append(parent)
     return [
@@ -33,15 +33,15 @@ def remove(
     ]
 
 
-def _is_idle(node: ast.AST | None) -> bool:
-    """Returns whether a statement does nothing without its body."""
-    if isinstance(node, ast.Try):
-        return not node.orelse and not node.finalbody
-    if isinstance(node, ast.For | ast.If):
-        # A condition that calls something may have an effect.
-        head = node.iter if isinstance(node, ast.For) else node.test
-        return not node.orelse and isinstance(head, ast.Name | ast.Attribute)
-    return False
+def _is_idle(node: ast.stmt, dropped: set[ast.stmt]) -> bool:
+    """Returns whether a statement does nothing without what is dropped."""
+    parts = (ast.For, ast.If, ast.Try)
+    if not isinstance(node, parts) or not set(node.body) <= dropped:
+        return False
+    # A condition that calls something may have an effect.
+    head = getattr(node, "iter", None) or getattr(node, "test", None)
+    is_plain = head is None or isinstance(head, ast.Name | ast.Attribute)
+    return is_plain and not node.orelse and not getattr(node, "finalbody", 0)
 
 
 def _remove(
@@ -52,26 +52,17 @@ def _remove(
 ) -> Edit:
     source, parent = names.source, names.parents[node]
     start, end = source.span(node)
-    block = next(
-        value
-        for name in ("body", "orelse", "finalbody", "handlers")
-        if isinstance(value := getattr(parent, name, None), list)
-        and node in value
+    blocks = [v for _, v in ast.iter_fields(parent) if isinstance(v, list)]
+    block = next(block for block in blocks if node in block)
+    is_empty = set(block) <= dropped and not filled & set(block)
+    is_needed = is_empty and not isinstance(parent, ast.Module)
+    after = source.text[end : source.physical_line(end)[1]]
+    is_alone = start == source.line_start(start) and re.fullmatch(
+        r"\s*(#.*)?\s*", after
     )
-    is_empty = set(block) <= dropped and not isinstance(parent, ast.Module)
-    if is_empty and node is block[0] and not filled & set(block):
+    if not is_alone or (is_needed and node is block[0]):
         return Edit(span=(start, end), parts=["pass"])
-    index = block.index(node)
-    around = [*block[index + 1 : index + 2], *block[index - 1 : index][:index]]
-    for other in around:
-        if other in dropped:
-            continue
-        other_start, other_end = source.span(other)
-        if source.line_start(other_start) == source.line_start(start):
-            is_next = other_start > start
-            span = (start, other_start) if is_next else (other_end, end)
-            return Edit(span=span, parts=[])
-    lines = source.physical_start(start), source.physical_end(end)
+    lines = source.physical_line(start)[0], source.physical_line(end)[1]
     return Edit(span=lines, parts=_keep_comments(names, node, lines))
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+from collections.abc import Callable
 
 from keras_strategies.migrate.source import Source
 
@@ -76,7 +77,7 @@ class Names:
         self.source = source
         self.root = Scope()
         self.scopes: dict[ast.AST | None, Scope] = {None: self.root}
-        self.scope_of: dict[ast.AST, Scope] = {source.tree: self.root}
+        self.scope_of: dict[ast.AST | None, Scope] = {source.tree: self.root}
         self.parents: dict[ast.AST, ast.AST] = {}
         self.imports: list[ast.Import | ast.ImportFrom] = []
         self.hidden: set[ast.AST] = set()
@@ -89,7 +90,8 @@ class Names:
         """
         text = dotted_name(node)
         root, dot, rest = text.partition(".")
-        origin = root and self.origin(root, self.scope_of.get(node, self.root))
+        scope = self.scope_of.get(node, self.root)
+        origin = root and self.origin(root, scope)
         return normalize(origin + dot + rest) if origin else ""
 
     def origin(self, name: str, scope: Scope) -> str:
@@ -102,6 +104,24 @@ class Names:
             if name in each.others or name in each.functions:
                 return ""
         return ""
+
+    def find_uses(
+        self, keeps: Callable[[int], bool] = lambda offset: True
+    ) -> set[tuple[str, str]]:
+        """Returns the names that are read, with the imports they refer to.
+
+        Args:
+          keeps: Returns whether to take a name at an offset of the text.
+        """
+        return {
+            (root, origin)
+            for scope in self.scopes.values()
+            for use in scope.uses
+            for root in [dotted_name(use).split(".")[0]]
+            if keeps(self.source.span(use)[0])
+            for each in scope.visible()
+            for origin in each.imports.get(root, {""})
+        }
 
     def ancestors(self, node: ast.AST) -> list[ast.AST]:
         """Returns the nodes around a node, from the innermost."""
@@ -116,11 +136,11 @@ class Names:
     ) -> None:
         """Visits the parts of a node, whose body may be in another scope."""
         for name, value in ast.iter_fields(node):
-            is_inner = inner is not None and name in ("body", "args")
+            place = inner if inner and name in ("body", "args") else scope
             for part in value if isinstance(value, list) else [value]:
                 if isinstance(part, ast.AST):
                     self.parents[part] = node
-                    self._visit(part, inner if is_inner else scope)
+                    self._visit(part, place)
 
     def _visit(self, node: ast.AST, scope: Scope) -> None:
         self.scope_of[node] = scope
@@ -143,7 +163,7 @@ class Names:
             )
         else:
             self._bind(node, scope)
-        if not (isinstance(node, ast.Attribute | ast.Name) and _chain(node)):
+        if not isinstance(node, ast.expr) or not dotted_name(node):
             self._visit_parts(node, scope, inner)
             return
         if not isinstance(node, ast.Name) or isinstance(node.ctx, ast.Load):
@@ -202,9 +222,6 @@ def dotted_name(node: ast.AST | None) -> str:
     return ""
 
 
-_chain = dotted_name
-
-
 def normalize(name: str) -> str:
     """Returns the full name without the parts that several names share."""
     words = name.split(".")
@@ -230,9 +247,10 @@ def bindings(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
             (a.asname or a.name, f"{module_of(node)}.{a.name}")
             for a in node.names
         ]
+    roots = [alias.name.split(".")[0] for alias in node.names]
     return [
-        (a.asname, a.name) if a.asname else (a.name.split(".")[0],) * 2
-        for a in node.names
+        (a.asname, a.name) if a.asname else (root, root)
+        for a, root in zip(node.names, roots, strict=True)
     ]
 
 

@@ -9,18 +9,14 @@ import re
 import sys
 import tokenize
 from collections.abc import Sequence
+from typing import Any
 
 Span = tuple[int, int]
 Part = str | Span
 
 _LINE_END = re.compile(r"\r\n|\r|\n")
-_LAYOUT = (
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.COMMENT,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-)
+_ENDS = (tokenize.NL, tokenize.NEWLINE)
+_LAYOUT = (*_ENDS, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,14 +49,13 @@ class Source:
         self.text = text
         self.tree = ast.parse(text)
         ends = (match.end() for match in _LINE_END.finditer(text))
-        self._starts = [0, *ends, len(text)]
+        self._starts = [0, *ends, len(text), len(text) + 1]
 
     def span(self, node: ast.AST) -> Span:
         """Returns the offsets at which a node begins and ends."""
-        return (
-            self._offset(node.lineno, node.col_offset),
-            self._offset(node.end_lineno, node.end_col_offset),
-        )
+        place: Any = node
+        start = self._offset(place.lineno, place.col_offset)
+        return start, self._offset(place.end_lineno, place.end_col_offset)
 
     def code(self, node: ast.AST) -> str:
         """Returns the text of a node."""
@@ -107,20 +102,12 @@ class Source:
 
     def indent(self, start: int) -> str:
         """Returns the indentation of a logical line."""
-        return self.text[self.physical_start(start) : start]
+        return self.text[self.physical_line(start)[0] : start]
 
-    def physical_start(self, offset: int) -> int:
-        """Returns where the line of the text begins that an offset is in."""
-        return self._starts[bisect.bisect_right(self._starts, offset) - 1]
-
-    def physical_end(self, offset: int) -> int:
-        """Returns where the next line of the text begins."""
-        return self._starts[
-            min(
-                bisect.bisect_right(self._starts, offset),
-                len(self._starts) - 1,
-            )
-        ]
+    def physical_line(self, offset: int) -> Span:
+        """Returns the line of the text that an offset is in."""
+        index = bisect.bisect_right(self._starts, offset)
+        return self._starts[index - 1], self._starts[index]
 
     @functools.cached_property
     def newline(self) -> str:
@@ -129,19 +116,22 @@ class Source:
         return match[0] if match else "\n"
 
     @functools.cached_property
-    def tokens(self) -> list[tuple[int, str, int, int]]:
-        """The types, texts and offsets of tokens, without line ends."""
+    def _all_tokens(self) -> list[tuple[int, str, int, int]]:
         lines = io.StringIO(self.text, newline="").readline
         return [
             (
-                token.type,
-                token.string,
-                self._starts[token.start[0] - 1] + token.start[1],
-                self._starts[token.end[0] - 1] + token.end[1],
+                kind,
+                text,
+                self._starts[start[0] - 1] + start[1],
+                self._starts[end[0] - 1] + end[1],
             )
-            for token in tokenize.generate_tokens(lines)
-            if token.type not in _LAYOUT[:2] and token.string
+            for kind, text, start, end, _ in tokenize.generate_tokens(lines)
         ]
+
+    @functools.cached_property
+    def tokens(self) -> list[tuple[int, str, int, int]]:
+        """The kinds, texts and offsets of tokens, without line ends."""
+        return [t for t in self._all_tokens if t[0] not in _ENDS and t[1]]
 
     def comments(self, span: Span) -> list[str]:
         """Returns the comments in a part of the text."""
@@ -157,15 +147,13 @@ class Source:
 
     @functools.cached_property
     def _logical(self) -> list[int]:
-        lines = io.StringIO(self.text, newline="").readline
         found, is_start = [0], True
-        for token in tokenize.generate_tokens(lines):
-            if token.type in _LAYOUT:
-                is_start |= token.type == tokenize.NEWLINE
-            elif is_start and token.type != tokenize.ENDMARKER:
-                line, column = token.start
-                found.append(self._starts[line - 1] + column)
-                is_start = False
+        for kind, text, start, _ in self._all_tokens:
+            if is_start and text and kind not in _LAYOUT:
+                found.append(start)
+            is_start = kind == tokenize.NEWLINE or (
+                is_start and kind in _LAYOUT
+            )
         return found
 
     def _offset(self, line: int, column: int) -> int:

@@ -1,4 +1,4 @@
-"""Calls that need more than a table: devices, variables, paths, losses."""
+"""Calls that need more than a table, by the kinds of names.toml."""
 
 import ast
 import re
@@ -6,10 +6,8 @@ import re
 from keras_strategies.migrate.languages import Language
 from keras_strategies.migrate.port import Port
 from keras_strategies.migrate.scopes import dotted_name
-from keras_strategies.migrate.tables import TF
+from keras_strategies.migrate.tables import TEXTS, WORDS
 
-DEVICE_LISTS = ("list_physical_devices", "list_logical_devices")
-OPTIMIZERS = ("optimizer", "opt", "optim")
 _ENDINGS = {
     ".save": (".keras", ".h5", ".hdf5"),
     ".weights": (".weights.h5", ".h5", ".keras"),
@@ -17,19 +15,15 @@ _ENDINGS = {
 }
 
 
-def _port_devices(port: Port, call: ast.Call) -> None:
+def port_devices(port: Port, call: ast.Call) -> None:
     """Writes a list of TensorFlow's devices as one of JAX's."""
     args = port.source.arguments(call)
     kind = getattr(args[0].value, "value", None) if args else ""
     uses = (use for scope in port.names.scopes.values() for use in scope.uses)
     if any("MultiWorkerMirroredStrategy" in dotted_name(use) for use in uses):
-        text = (
-            "`jax.devices()` lists devices, but not before "
-            "MultiWorkerMirroredStrategy has started the job"
-        )
-        port.mark(call, text)
+        port.mark(call, TEXTS["devices_of_workers"])
     elif not isinstance(kind, str):
-        port.mark(call, "`jax.devices()` lists the devices of the job")
+        port.mark(call, TEXTS["devices"])
     elif kind.upper() in ("", "CPU"):
         port.replace(call, 'jax.devices("cpu")' if kind else "jax.devices()")
     else:
@@ -37,26 +31,21 @@ def _port_devices(port: Port, call: ast.Call) -> None:
         port.replace(call, f"[device for device in jax.devices() if {test}]")
 
 
-def _port_split(port: Port, call: ast.Call) -> None:
+def port_split(port: Port, call: ast.Call) -> None:
     """Writes virtual devices as JAX's, if they have no limit of memory."""
     node, factor = call.args[-1] if call.args else call, ""
     if isinstance(node, ast.BinOp):
         node, factor = node.left, port.source.code(node.right)
     parts = node.elts if isinstance(node, ast.List) else []
     if not parts or any(ast.unparse(part)[-2:] != "()" for part in parts):
-        text = (
-            "set the number of virtual devices with "
-            '`jax.config.update("jax_num_cpu_devices", n)`; JAX sets no limit '
-            "of memory for them"
-        )
-        port.mark(call, text)
+        port.mark(call, TEXTS["split"])
         return
     count = " * ".join([str(len(parts))] * (len(parts) > 1 or not factor))
     count = f"{count} * {factor}" if count and factor else count or factor
     port.replace(call, f'jax.config.update("jax_num_cpu_devices", {count})')
 
 
-def _port_variable(port: Port, call: ast.Call) -> None:
+def port_variable(port: Port, call: ast.Call) -> None:
     """Makes a whole number an int32 that is not trained."""
     args = port.source.arguments(call)
     words = {arg.word: arg.value for arg in args}
@@ -70,7 +59,7 @@ def _port_variable(port: Port, call: ast.Call) -> None:
             port.add_argument(call, "trainable", "False")
 
 
-def _port_function(port: Port, call: ast.Call) -> None:
+def port_function(port: Port, call: ast.Call) -> None:
     """Removes the options of a `tf.function`."""
     args = [arg for arg in port.source.arguments(call) if not arg.word]
     code = "ks.function({f})" if args else "ks.function"
@@ -78,7 +67,7 @@ def _port_function(port: Port, call: ast.Call) -> None:
     port.replace(call, code, {"f": args[0].span} if args else {})
 
 
-def _port_range(port: Port, call: ast.Call) -> None:
+def port_range(port: Port, call: ast.Call) -> None:
     """Writes a loop over `tf.range` as Python's."""
     if getattr(port.names.parents[call], "iter", None) is not call:
         return
@@ -90,7 +79,7 @@ def _port_range(port: Port, call: ast.Call) -> None:
             port.edit(call, (arg.span[0], arg.start), [])
 
 
-def _port_print(port: Port, call: ast.Call) -> None:
+def port_print(port: Port, call: ast.Call) -> None:
     """Writes `tf.print` as JAX's in steps, and as Python's around them."""
     args = port.source.arguments(call)
     is_step = port.file.language_of(port.scope(call)) is Language.STEP
@@ -112,18 +101,14 @@ def _port_print(port: Port, call: ast.Call) -> None:
         port.edit(call, span, [f'"{text}"', *values])
 
 
-def _port_minimize(port: Port, call: ast.Call) -> None:
+def port_minimize(port: Port, call: ast.Call) -> None:
     """Marks what is left of an optimizer's `minimize`."""
     owner = dotted_name(getattr(call.func, "value", None)).lower()
-    if owner.endswith(OPTIMIZERS):
-        text = (
-            "`minimize` is not in Keras 3: use `ks.GradientTape` and "
-            "`optimizer.apply_gradients`"
-        )
-        port.mark(call, text)
+    if owner.endswith(tuple(WORDS["optimizers"])):
+        port.mark(call, TEXTS["minimize"])
 
 
-def _port_path(port: Port, call: ast.Call) -> None:
+def port_path(port: Port, call: ast.Call) -> None:
     """Adds the ending that Keras 3 asks for to the literal name of a file."""
     *owners, name = dotted_name(call.func).lower().split(".")
     args = port.source.arguments(call)
@@ -148,7 +133,7 @@ def _port_path(port: Port, call: ast.Call) -> None:
     port.edit(value, span, [match[1] + body + known[0] + match[3]])
 
 
-def _port_compiled_loss(port: Port, call: ast.Call) -> None:
+def port_compiled_loss(port: Port, call: ast.Call) -> None:
     """Updates the metric of the loss, as Keras 2 did."""
     parent = port.names.parents[call]
     targets = getattr(parent, "targets", [])
@@ -158,30 +143,8 @@ def _port_compiled_loss(port: Port, call: ast.Call) -> None:
         loss = "loss"
         port.edit(call, (start, start), ["loss = "])
     if not loss:
-        port.mark(call, "update the metric of this loss, `self.metrics[0]`")
+        port.mark(call, TEXTS["loss"])
         return
     indent = port.source.indent(port.source.line_start(start))
     line = f"{indent}self.metrics[0].update_state({loss})"
     port.edit(call, (end, end), [port.source.newline + line])
-
-
-_CONFIG = (f"{TF}config.", f"{TF}config.experimental.")
-SPECIAL = {
-    f"{TF}Variable": _port_variable,
-    f"{TF}compat.v1.Variable": _port_variable,
-    f"{TF}function": _port_function,
-    f"{TF}range": _port_range,
-    f"{TF}print": _port_print,
-    "self.compiled_loss": _port_compiled_loss,
-    ".minimize": _port_minimize,
-    ".save": _port_path,
-    ".save_weights": _port_path,
-    ".load_weights": _port_path,
-    "keras.models.save_model": _port_path,
-    "keras.models.load_model": _port_path,
-    "keras.callbacks.ModelCheckpoint": _port_path,
-    **{c + name: _port_devices for c in _CONFIG for name in DEVICE_LISTS},
-    f"{TF}config.set_logical_device_configuration": _port_split,
-    f"{TF}config.experimental.set_virtual_device_configuration": _port_split,
-}
-"""Functions for calls, by their names in the tables."""

@@ -100,7 +100,7 @@ def _read_table(text: str) -> Iterator[tuple[str, list[str]]]:
 def _read_rules(text: str) -> dict[str, Rule]:
     return {
         name: Rule(
-            function=function,
+            function=function.replace("{}", name.split(".")[-1]),
             old=tuple(old.removeprefix("...").split()),
             new=tuple(new.split()),
             added=(added.partition("=")[0].strip("|"), added.partition("=")[2]),
@@ -110,21 +110,10 @@ def _read_rules(text: str) -> dict[str, Rule]:
     }
 
 
-def _read_operations(document: dict[str, Any]) -> dict[str, Rule]:
-    words = {k: v.split() for k, v in document.items() if k != "table"}
-    rows = [f"{n} | keras.ops.{n} | x | x | |" for n in words["elementwise"]]
-    rows += [f"{n} | keras.ops.{n} | x y | x1 x2 | |" for n in words["binary"]]
-    for name in words["activations"]:
-        rows.append(f"nn.{name} | keras.ops.{name} | features | x | |")
-    for name in words["backend"]:
-        rows.append(f"{BACKEND}{name} | keras.ops.{name} | x | x | |")
-    return _read_rules("\n".join([*rows, document["table"].strip()]))
-
-
 DOCUMENT: dict[str, Any] = tomllib.loads(
     pathlib.Path(__file__).with_name("names.toml").read_text("utf-8")
 )
-OPERATIONS = _read_operations(DOCUMENT["operations"])
+OPERATIONS = _read_rules(DOCUMENT["operations"]["table"])
 CALLS = _read_rules(DOCUMENT["calls"]["table"])
 """The rules of calls outside of datasets, by function or ".method"."""
 TEMPLATES = dict(_read_table(DOCUMENT["templates"]["table"]))
@@ -137,6 +126,14 @@ MARKED = _read_marks(DOCUMENT)
 """The names that are left, with what to do; also what begins so."""
 MARKED_IN_STEPS = DOCUMENT["marked_in_steps"]
 """The names that are left in code of steps, with what to do."""
+SPECIAL = {
+    name: kind
+    for kind, names in DOCUMENT["special"].items()
+    for name in names.split()
+}
+"""The kinds of calls that have a function in special.py."""
+TEXTS = DOCUMENT["texts"]
+"""What is written about lines that are left, by what is left."""
 OLD_WORDS = DOCUMENT["old_words"]
 """Names of arguments in TensorFlow 1."""
 ARGUMENTS = DOCUMENT["arguments"]

@@ -6,7 +6,6 @@ from keras_strategies.migrate import tables
 from keras_strategies.migrate.languages import Language
 from keras_strategies.migrate.port import Port
 from keras_strategies.migrate.scopes import dotted_name, normalize
-from keras_strategies.migrate.special import OPTIMIZERS
 from keras_strategies.migrate.tables import BACKEND, TF, find_replacement
 
 _SHORT_DTYPES = {"int64": "int32", "float64": "float32"}
@@ -66,7 +65,9 @@ def _port_learning_rate(port: Port, node: ast.AST) -> None:
     """Writes `optimizer.lr` in full."""
     while isinstance(node, ast.Attribute):
         owner = dotted_name(node.value).rpartition(".")[2].lower()
-        if node.attr == "lr" and owner.endswith(OPTIMIZERS):
+        if node.attr == "lr" and owner.endswith(
+            tuple(tables.WORDS["optimizers"])
+        ):
             end = port.source.span(node)[1]
             port.edit(node, (end - 2, end), ["learning_rate"])
         node = node.value
@@ -96,9 +97,9 @@ def _port_other(port: Port, node: ast.expr, full: str) -> None:
     rule = tables.find_operation(full)
     if language is Language.DATA and not full.startswith("keras."):
         return
-    is_function = rule is not None and len(rule.new) == 1
     is_step = language is Language.STEP
-    if is_function and (is_step or full.startswith(BACKEND)):
+    is_operation = is_step or full.startswith(BACKEND)
+    if is_operation and rule is not None and len(rule.new) == 1:
         port.replace(node, rule.function)
     elif full.startswith(BACKEND) and (
         full.split(".")[2] not in tables.WORDS["backend"]
