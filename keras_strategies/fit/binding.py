@@ -47,6 +47,7 @@ from keras_strategies.kernels.scanned_blocks import passing_blocks
 from keras_strategies.names import dry_run
 from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.step.in_place_step import build_model
 from keras_strategies.step.step_functions import StepFunctionCache
 from keras_strategies.variables import variable_creator
 from keras_strategies.variables.abstract_models import creating_like
@@ -170,7 +171,7 @@ class Binding:
             stack.callback(close_reports, call["callbacks"])
             per = self.model.steps_per_execution
             stack.enter_context(step_profiler.profile_from_environment(per))
-            self._build_on_feed(feed)
+            self._build_on_feed("train", feed)
             is_together = read_variables_together(
                 self.model, call["callbacks"], self._mesh
             )
@@ -206,7 +207,7 @@ class Binding:
             if not call.keywords.get(_VALIDATES):
                 feed = self._make_feed(call, steps=call["steps"])
                 call.set_feed(feed)
-                self._build_on_feed(feed)
+                self._build_on_feed("test", feed)
                 self._use_quiet_list(call, feed)
             return self._run_call(call)
 
@@ -232,7 +233,7 @@ class Binding:
         with self._session(kind):
             execution = adapter.place_batch(batch, self._mesh)
             self.model._assert_compile_called(call.name)
-            self._build(data_batch=batch)
+            self._build(kind, data_batch=batch)
             call.set_feed(execution)
             return self._run_call(call)
 
@@ -300,9 +301,9 @@ class Binding:
         validation = {"x": x, "y": y, "sample_weight": weight}
         return temporary_attribute(self, "_validation", validation)
 
-    def _build_on_feed(self, feed: "DataAdapter") -> None:
+    def _build_on_feed(self, kind: str, feed: "DataAdapter") -> None:
         self.model._assert_compile_called("fit")
-        self._build(iterator=EpochIterator(feed))
+        self._build(kind, iterator=EpochIterator(feed))
         self._distribution.compare(list)
 
     @contextlib.contextmanager
@@ -314,9 +315,9 @@ class Binding:
         ):
             yield
 
-    def _build(self, **data: object) -> None:
+    def _build(self, kind: str, **data: object) -> None:
         with self._building():
-            type(self.model)._symbolic_build(self.model, **data)
+            build_model(self.model, kind, **data)
         self._adopt_built()
 
     def _build_for_others(
@@ -341,8 +342,8 @@ class Binding:
                     return
             yield 0, 0, [batch]
 
-        first_alone = None if iterator is None else first()
-        self._build(iterator=first_alone, data_batch=data_batch)
+        data = None if iterator is None else first()
+        self._build("train", iterator=data, data_batch=data_batch)
 
     def _maybe_build_for_others(self, *args: Any, **kwargs: Any) -> None:
         """Replaces `_maybe_symbolic_build`, which may use up the first epoch.
@@ -362,7 +363,7 @@ class Binding:
         if len(data) > 1:
             self.model._assert_compile_called("compile_step")
             with passing_blocks(self.model, self._mesh):
-                self._build(data_batch=data)
+                self._build("train", data_batch=data)
             return
         if not scope_hooks.is_built(self.model):
             with self._building(), inferring_shapes(), keras.StatelessScope():

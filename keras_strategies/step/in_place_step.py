@@ -1,7 +1,9 @@
 """Steps in TensorFlow's form: `train_step(self, data)`.
 
 Such a step reads and writes the variables themselves, and returns only its
-logs or outputs. It is called in a scope that has the values of the state.
+logs or outputs. It is called in a scope that has the values of the state. It
+may use optimizers that are attributes of the model. Their variables follow
+those of the model's own optimizer in the state.
 """
 
 import inspect
@@ -14,10 +16,19 @@ import keras
 
 from keras_strategies._types import Batch
 from keras_strategies.hooks.optimizer_hooks import apply_purely
-from keras_strategies.hooks.variables_used import InnerScope, chain_scopes
+from keras_strategies.hooks.variables_used import (
+    InnerScope,
+    LiftingScope,
+    chain_scopes,
+)
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.keras_bridge.step_context import current_step
 from keras_strategies.spmd.identity import IdentitySet
+from keras_strategies.step.state.layout import OPTIMIZER
+from keras_strategies.variables.model_variables import (
+    defer_creation,
+    find_optimizers,
+)
 
 
 def make_stateless(
@@ -36,7 +47,7 @@ def make_stateless(
       TypeError: if a step that takes only the data calls Keras's own step.
     """
     step: Any = getattr(model, f"{kind}_step")
-    if not _is_in_place(step):
+    if not is_in_place(model, kind):
         return step
     if _calls_keras(model, step):
         raise TypeError(
@@ -50,17 +61,114 @@ def make_stateless(
     return _InPlaceStep(step, variables, is_predict=kind == "predict")
 
 
-def _is_in_place(step: Callable[..., Any]) -> bool:
-    """Returns whether a step takes only the data."""
+def is_in_place(model: keras.Model, kind: str) -> bool:
+    """Returns whether a model's step takes only the data.
 
-    def accepts(*arguments: str) -> bool:
-        try:
-            inspect.signature(step).bind(*arguments)
-        except (TypeError, ValueError):
-            return False
-        return True
+    Args:
+      model: The model.
+      kind: `"train"`, `"test"` or `"predict"`.
+    """
+    try:
+        signature = inspect.signature(getattr(model, f"{kind}_step"))
+    except ValueError:
+        return False
+    places = [
+        each
+        for each in signature.parameters.values()
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    has_star = any(
+        each.kind == each.VAR_POSITIONAL
+        for each in signature.parameters.values()
+    )
+    needed = [each for each in places if each.default is each.empty]
+    if len(needed) > 1 or has_star or not places:
+        return False
+    return len(places) == 1 or places[0].name != "state"
 
-    return accepts("data") and not accepts("state", "data")
+
+def find_other_variables(model: keras.Model, kind: str) -> list[keras.Variable]:
+    """Returns the variables of the other optimizers that a step may use.
+
+    These are optimizers that are attributes of the model or of its layers, and
+    are not the one that the model was compiled with. Steps that take the state
+    have none.
+
+    Args:
+      model: The model.
+      kind: `"train"`, `"test"` or `"predict"`.
+    """
+    if kind != "train" or not is_in_place(model, kind):
+        return []
+    known = IdentitySet(model.optimizer.variables if model.optimizer else ())
+    return [
+        variable
+        for optimizer in find_optimizers(model)
+        for variable in optimizer.variables
+        if variable not in known
+    ]
+
+
+def write_others(
+    state: Sequence[Any],
+    variables: Sequence[Sequence[keras.Variable]],
+    others: Sequence[keras.Variable],
+) -> None:
+    """Writes new values of the variables that Keras does not take them from.
+
+    Args:
+      state: A step's state. It has no such values if no step was called.
+      variables: The groups of the state's variables.
+      others: The last variables of the optimizer's group.
+    """
+    if others and len(state[OPTIMIZER]) == len(variables[OPTIMIZER]):
+        values = state[OPTIMIZER][-len(others) :]
+        for variable, value in zip(others, values, strict=True):
+            variable._value = value
+
+
+def build_model(
+    model: keras.Model, kind: str, iterator: Any = None, data_batch: Any = None
+) -> None:
+    """Builds a model from its first batch.
+
+    Keras builds it by `call`. As in TensorFlow, a step that takes only the data
+    builds what `call` does not: a model without `call`, other optimizers.
+
+    Args:
+      model: The compiled model.
+      kind: `"train"` or `"test"`.
+      iterator: An iterator of Keras's, whose first batch is read if needed.
+      data_batch: The batch, if it is known.
+    """
+    is_by_step = is_in_place(model, kind) and not _is_built(model)
+    if is_by_step and data_batch is None:
+        _, _, batches = next(iter(iterator))
+        is_list = isinstance(batches, list | tuple)
+        data_batch = batches[0] if is_list else next(batches)
+    if type(model).call is not keras.Model.call or not is_in_place(model, kind):
+        type(model)._symbolic_build(model, iterator, data_batch)
+    if is_by_step and not _is_built(model):
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, keras.backend.standardize_dtype(x.dtype)
+            ),
+            data_batch,
+        )
+        scope = LiftingScope()
+
+        def compute(data: Batch) -> None:
+            scope.enter_trace()
+            getattr(model, f"{kind}_step")(data)
+
+        with defer_creation(), _patches.hold(), scope:
+            jax.eval_shape(compute, shapes)
+        model.built = True
+
+
+def _is_built(model: keras.Model) -> bool:
+    others = [o for o in find_optimizers(model) if o is not model.optimizer]
+    return all(part.built for part in (*model._flatten_layers(), *others))
 
 
 def _calls_keras(model: keras.Model, step: Any) -> bool:

@@ -27,17 +27,22 @@ from keras_strategies.spmd.batches import (
     unstack_steps,
 )
 from keras_strategies.spmd.mesh import ReplicaMesh
-from keras_strategies.step.in_place_step import make_stateless
+from keras_strategies.step.in_place_step import (
+    find_other_variables,
+    make_stateless,
+    write_others,
+)
 from keras_strategies.step.model_call import ModelCall
 from keras_strategies.step.predict_program import PredictProgram
 from keras_strategies.step.state.array_groups import (
     find_holders,
     find_layout,
+    find_model_holders,
     refuse_changed,
     regroup,
     wrap_groups,
 )
-from keras_strategies.step.state.layout import PLAIN, Layout
+from keras_strategies.step.state.layout import OPTIMIZER, PLAIN, Layout
 from keras_strategies.step.train_program import StepProgram
 from keras_strategies.variables import model_variables
 
@@ -181,6 +186,7 @@ class StepFunctionCache:
         program = self._make_program(kind, variables, layout)
         donated = () if model.run_eagerly else _DONATED[kind]
         flags = [(v, v.trainable) for v in (*variables[0], *variables[1])]
+        others = find_other_variables(model, kind)
 
         @explaining_errors(f"{kind}_step")
         def function(
@@ -198,7 +204,8 @@ class StepFunctionCache:
                     execution = phase.result = _read_execution(
                         iterator, mesh, model.steps_per_execution
                     )
-                state = self._take_ownership(kind, state, variables, donated)
+                args = kind, state, variables, others, donated
+                state = self._take_ownership(*args)
                 for segment in execution.segments:
                     for new in program(state, segment):
                         outputs, state = new
@@ -207,12 +214,14 @@ class StepFunctionCache:
             except BaseException:
                 # Keras has taken the values out of the variables and would
                 # lose them. Its `jax_state_sync` reads them from here.
+                write_others(state, variables, others)
                 kept = wrap_groups(state, layout)
                 model._jax_state = dict(zip(groups, kept, strict=True))
                 model._jax_state_synced = False
                 raise
             if kind == "train":
                 self.trained.add(execution)
+            write_others(state, variables, others)
             state = wrap_groups(state, layout)
             self._last[kind] = state
             outputs = done[-1] if done else execution.logs
@@ -229,24 +238,33 @@ class StepFunctionCache:
         kind: str,
         state: Sequence[Any],
         variables: tuple[Any, ...],
+        others: Sequence[keras.Variable],
         donated: Container[int],
     ) -> Sequence[Any]:
         """Prepares a state so that a program can donate its arrays.
 
         An array to be donated is replaced by a copy, in the lists of `state`,
-        if anything else refers to it.
+        if anything else refers to it. Keras does not know of `others`, so
+        these are read each time.
 
         Returns:
           The state.
         """
         last = self._last.pop(kind, None)
+        unchecked: Sequence[int] = range(len(state))
         if state is last:
-            return tuple(list(group.arrays) for group in last)
+            state = tuple(list(group.arrays) for group in last)
+            if not others:
+                return state
+            unchecked = [OPTIMIZER]
+        if others:
+            own = len(variables[OPTIMIZER]) - len(others)
+            state[OPTIMIZER][own:] = [v._value for v in others]
         owned = None if model_variables.has_rivals(self.mesh) else self._arrays
-        holders = _holders(self.model, _GROUPS[kind], last)
-        for g, group in enumerate(state):
+        holders = find_model_holders(self.model, _GROUPS[kind], last)
+        for g in unchecked:
             model_variables.take_ownership(
-                group,
+                state[g],
                 variables[g],
                 [holder[g] for holder in holders],
                 owned,
@@ -343,22 +361,10 @@ def step_variables(
     def group(name: str) -> list[keras.Variable]:
         if name != "optimizer_variables":
             return list(getattr(model, name))
-        return list(model.optimizer.variables) if model.optimizer else []
+        own = list(model.optimizer.variables) if model.optimizer else []
+        return [*own, *find_other_variables(model, kind)]
 
     return tuple(map(group, _GROUPS[kind]))
-
-
-def _holders(
-    model: keras.Model, groups: tuple[str, ...], last: Sequence[Any] | None
-) -> list[Any]:
-    """Returns the earlier states that may refer to the same arrays."""
-    holders = [] if last is None else find_holders(last)
-    keras_state = getattr(model, "_jax_state", None)
-    if keras_state and all(name in keras_state for name in groups):
-        of_keras = [keras_state[name] for name in groups]
-        if last is None or of_keras[0] is not last[0]:
-            holders += find_holders(of_keras)
-    return holders
 
 
 def _read_execution(

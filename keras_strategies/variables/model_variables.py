@@ -41,12 +41,19 @@ def all_variables(model: keras.Model) -> list[keras.Variable]:
     # A class's `metrics` may read attributes that its `compile`, which is still
     # running, has not set yet. If they stay missing, Keras's `fit` raises.
     owners: list[Any] = [model, *getattr(model, "metrics", ())]
-    for layer in model._flatten_layers():
-        owners += _find_optimizers(vars(layer).values())
-    for owner in owners:
+    for owner in [*owners, *find_optimizers(model)]:
         by_id |= {id(v): v for v in owner.variables}
     by_id |= {id(v): v for v in getattr(model, "metrics_variables", ())}
     return list(by_id.values())
+
+
+def find_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Returns the optimizers that are attributes of a model or its layers."""
+    return [
+        optimizer
+        for layer in model._flatten_layers()
+        for optimizer in _find_optimizers(vars(layer).values())
+    ]
 
 
 def _find_optimizers(values: Iterable[Any]) -> list[keras.optimizers.Optimizer]:

@@ -37,11 +37,12 @@ from keras_strategies.passes.stages import names_in
 def elementwise(call: Call) -> Kind:
     """Returns the `Kind` of the result of an elementwise primitive."""
     forms = {kind.form for kind in call.kinds}
-    if forms == {CONST}:
-        return _constant(call)
-    simplified = _with_zero(call)
+    are_known = all(kind.values is not None for kind in call.kinds)
+    simplified = None if are_known else _with_zero(call)
     if simplified is not None:
         return simplified
+    if forms == {CONST}:
+        return _constant(call)
     if SUM in forms:
         return call.make_mixed() if ROWS in forms else _of_sums(call)
     return _of_rows(call)

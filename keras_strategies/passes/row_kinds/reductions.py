@@ -150,7 +150,14 @@ def dot_general(call: Call) -> Kind:
     one, two = call.kinds
     contracted, batch = call.params["dimension_numbers"]
     if one.is_const and two.is_const:
-        return _constant_product(call)
+        blocks: dict[int, int] = {}
+        for k, kind in enumerate(call.kinds):
+            for dim, size in enumerate(call.shape(k)):
+                place = _place_of_dim(call, k, dim)
+                if place is not None:
+                    known = size if kind.values else kind.blocks.get(dim, 1)
+                    blocks[place] = math.gcd(blocks.get(place, known), known)
+        return _multiply_constants(call, contracted[0], blocks)
     if SUM in (one.form, two.form):
         if CONST not in (one.form, two.form):
             return call.make_mixed()
@@ -183,28 +190,26 @@ def dot_general(call: Call) -> Kind:
     )
 
 
-def _constant_product(call: Call) -> Kind:
+def _multiply_constants(
+    call: Call, contracted: Sequence[int], blocks: dict[int, int]
+) -> Kind:
+    """Returns the `Kind` of a product of constants.
+
+    Args:
+      call: The call.
+      contracted: The dimensions of operand 0 that are summed.
+      blocks: See `Kind`.
+    """
     if any(kind.is_zero for kind in call.kinds):
         zeros = (0,) * len(call.equations)
         return make_uniform(zeros, call.out_shape())
-    contracted, _ = call.params["dimension_numbers"]
+    power = sum(power_in(kind, call) for kind in call.kinds)
     are_random = any(kind.is_random for kind in call.kinds)
-    if are_random and set(contracted[0]) & set(call.grown_dims()):
+    if are_random and set(contracted) & set(call.grown_dims()):
         # A sum over the rows of random numbers.
-        powers = [power_in(kind, call) for kind in call.kinds]
-        return make_sum(sum(powers))
-    blocks: dict[int, int] = {}
-    for k, kind in enumerate(call.kinds):
-        for dim, size in enumerate(call.shape(k)):
-            place = _place_of_dim(call, k, dim)
-            if place is not None:
-                known = size if kind.values else kind.blocks.get(dim, 1)
-                blocks[place] = math.gcd(blocks.get(place, known), known)
+        return make_sum(power)
     product = join_plain(call.kinds).but(blocks=blocks)
-    if call.twin is None:
-        return product
-    powers = [power_in(kind, call) for kind in call.kinds]
-    return product.but(power=sum(powers))
+    return product if call.twin is None else product.but(power=power)
 
 
 def _place_of_dim(call: Call, k: int, dim: int) -> int | None:
@@ -249,11 +254,9 @@ def convolution(call: Call) -> Kind:
     image, kernel = call.kinds
     numbers = call.params["dimension_numbers"]
     if image.is_const and kernel.is_const:
-        if image.is_zero:
-            return make_uniform(image.values, call.out_shape())
         size = image.blocks.get(numbers.lhs_spec[0], 1)
         blocks = {numbers.out_spec[0]: size}
-        return join_plain(call.kinds).but(blocks=blocks)
+        return _multiply_constants(call, numbers.lhs_spec[1:2], blocks)
     if has_groups_of_rows(call):
         return make_rows(numbers.out_spec[1], power=_multiply_powers(call))
     if call.params["feature_group_count"] == 1:

@@ -188,7 +188,7 @@ def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
     """
     if kind.is_const and any(operand.is_global for operand in call.kinds):
         is_gathered = any(operand.is_gathered for operand in call.kinds)
-        if is_gathered or not _counts_rows(call, out):
+        if is_gathered or not (kind.is_random or _counts_rows(call, out)):
             return kind.but(is_global=True, is_gathered=is_gathered, power=0.0)
         kind = kind.but(is_global=False)
     if call.twin is None or kind.is_mixed:

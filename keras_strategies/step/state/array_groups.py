@@ -129,3 +129,16 @@ def find_holders(groups: Sequence[Any]) -> list[list[Any]]:
     """
     arrays = [getattr(group, "arrays", group) for group in groups]
     return [arrays, [getattr(group, "values", []) for group in groups]]
+
+
+def find_model_holders(
+    model: keras.Model, groups: tuple[str, ...], last: Sequence[Any] | None
+) -> list[Any]:
+    """Returns lists that may hold the arrays of a model's states."""
+    holders = [] if last is None else find_holders(last)
+    keras_state = getattr(model, "_jax_state", None)
+    if keras_state and all(name in keras_state for name in groups):
+        of_keras = [keras_state[name] for name in groups]
+        if last is None or of_keras[0] is not last[0]:
+            holders += find_holders(of_keras)
+    return holders
