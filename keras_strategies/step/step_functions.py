@@ -241,14 +241,11 @@ class StepFunctionCache:
         others: Sequence[keras.Variable],
         donated: Container[int],
     ) -> Sequence[Any]:
-        """Prepares a state so that a program can donate its arrays.
+        """Returns a state whose arrays a program can donate.
 
         An array to be donated is replaced by a copy, in the lists of `state`,
         if anything else refers to it. Keras does not know of `others`, so
         these are read each time.
-
-        Returns:
-          The state.
         """
         last = self._last.pop(kind, None)
         unchecked: Sequence[int] = range(len(state))
