@@ -267,10 +267,10 @@ def show(record):
     first = next(iter(record["ms"].values()))
     cells = []
     for way, ms in record["ms"].items():
-        median, least = statistics.median(ms), min(ms)
+        median, minimum = statistics.median(ms), min(ms)
         ratio = median / statistics.median(first)
         cells.append(
-            f"{way} {median:.3f} ({ratio:.2f}x, min {least:.3f}, first "
+            f"{way} {median:.3f} ({ratio:.2f}x, min {minimum:.3f}, first "
             f"{record['first_s'][way]:.1f} s"
             f"{'' if record['equal'][way] else ', other bits'})"
         )

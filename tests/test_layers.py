@@ -331,9 +331,9 @@ def find_grown(counts):
       A sentence for each of these rooms.
     """
     return [
-        f"{room or 'no room'}: {counts.get(room, 0)} logic lines, not {most}"
-        for room, most in LOGIC_LINES.items()
-        if not most - SLACK <= counts.get(room, 0) <= most
+        f"{room or 'no room'}: {counts.get(room, 0)} logic lines, not {maximum}"
+        for room, maximum in LOGIC_LINES.items()
+        if not maximum - SLACK <= counts.get(room, 0) <= maximum
     ] + [f"{room}: no number" for room in counts.keys() - LOGIC_LINES.keys()]
 
 

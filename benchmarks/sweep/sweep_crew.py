@@ -21,15 +21,15 @@ ATTEMPTS = 3
 TURN_SECONDS = 0.15
 # Of several processes, which agree on an epoch's steps when it begins.
 LONG_TURN_SECONDS = 0.6
-LEAST_STEPS, MOST_STEPS = 4, 200
+MIN_STEPS, MAX_STEPS = 4, 200
 # Peers that need not take every turn.
 FEW_TURNS = {"one": 5, "tf": 3}
 # What a peer runs as, where that is not its name.
 ROLES = {"ours_even": "ours", "nightly": "dataparallel"}
 START_SECONDS = 90
 # A program that hangs is aborted by XLA after 40 seconds.
-PREPARE_SECONDS, LEAST_SECONDS = 100, 30
-LEAST_TURNS = 5
+PREPARE_SECONDS, MIN_SECONDS = 100, 30
+MIN_TURNS = 5
 
 
 class Ended(Exception):
@@ -187,7 +187,7 @@ class Session:
             self.asked(peer, "size", self.steps)
         for index in range(count):
             now = time.monotonic()
-            is_over = now > self.wanted_end and index >= LEAST_TURNS
+            is_over = now > self.wanted_end and index >= MIN_TURNS
             if is_over or now > self.deadline:
                 break
             for peer in self.present():
@@ -217,7 +217,7 @@ class Session:
         ms = (fastest * self.told["ours"]["ms"]) ** 0.5
         is_long = self.point["processes"] > 1
         seconds = LONG_TURN_SECONDS if is_long else TURN_SECONDS
-        steps = min(max(seconds * 1e3 / ms, LEAST_STEPS), MOST_STEPS)
+        steps = min(max(seconds * 1e3 / ms, MIN_STEPS), MAX_STEPS)
         spe = self.point["spe"]
         return max(round(steps / spe), 1) * spe
 
@@ -252,7 +252,7 @@ class Session:
                 return None
 
     def tell(self, worker, command, *arguments):
-        seconds = max(self.deadline - time.monotonic(), LEAST_SECONDS)
+        seconds = max(self.deadline - time.monotonic(), MIN_SECONDS)
         if command == "prepare":
             seconds = min(seconds, PREPARE_SECONDS)
         return worker.ask(command, *arguments, seconds=seconds)
@@ -286,7 +286,7 @@ def measured(crew, point, peers, count, seconds, wanted_seconds=math.inf):
       peers: Who takes part; `ours` first.
       count: Turns of each peer.
       seconds: After so long, what does not answer is killed.
-      wanted_seconds: After so long, LEAST_TURNS are enough.
+      wanted_seconds: After so long, MIN_TURNS are enough.
     """
     begun = time.monotonic()
     session = Session(crew, point, begun + seconds, begun + wanted_seconds)

@@ -62,7 +62,7 @@ OPTIMIZERS = (
 LOOPS = ("fit", "evaluate", "predict", "run")
 SAMPLE = 60
 # Width x rows x devices of a sampled point at most, so that steps stay short.
-MOST = {"mlp": 131072, "cnn": 4096, "transformer": 8192}
+MAX = {"mlp": 131072, "cnn": 4096, "transformer": 8192}
 
 QUICK = (
     "mlp",
@@ -201,10 +201,10 @@ def sampled(seed=18):
         devices = draw.choices((2, 4, 8, 1), (10, 2, 1, 1))[0]
         width = draw.choice((BASES[base][0], *WIDTHS[base]))
         rows = draw.choice((BASES[base][1], *ROWS[base]))
-        while width * rows * devices > MOST[base] and rows > 1:
+        while width * rows * devices > MAX[base] and rows > 1:
             rows //= 2
         loop = draw.choices(LOOPS, (12, 2, 2, 4))[0]
-        is_uneven = draw.random() < 0.15 and devices > 1
+        is_ragged = draw.random() < 0.15 and devices > 1
         yield point(
             f"sample-{index:02}",
             base,
@@ -217,7 +217,7 @@ def sampled(seed=18):
             dtype=draw.choices(("float32", "mixed_bfloat16"), (3, 1))[0],
             spe=1 if loop == "run" else draw.choices((1, 20), (3, 1))[0],
             loop=loop,
-            extra=1 if is_uneven else 0,
+            extra=1 if is_ragged else 0,
         )
 
 

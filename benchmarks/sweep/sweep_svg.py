@@ -6,7 +6,7 @@ from xml.sax.saxutils import escape
 CELL_WIDTH, CELL_HEIGHT = 84, 18
 LEFT, TOP = 230, 62
 # A ratio of so much, or its inverse, has the full colour.
-MOST = 2.0
+MAX = 2.0
 FASTER, EVEN, SLOWER = (49, 130, 189), (247, 247, 247), (203, 24, 29)
 
 
@@ -48,7 +48,7 @@ def heat_map(groups, heads, cells, title):
 
 def cell(x, y, ratio):
     """A coloured rectangle with its ratio written on it."""
-    share = max(min(math.log(ratio) / math.log(MOST), 1), -1)
+    share = max(min(math.log(ratio) / math.log(MAX), 1), -1)
     ink = "white" if abs(share) > 0.7 else "black"
     middle = x + CELL_WIDTH / 2
     return [

@@ -327,5 +327,5 @@ def _eval_folder(name: object) -> str:
 
 def _steps(name: str, value: int) -> int:
     fix = "Pass a number of steps, 0 or more."
-    check_number(f"`{name}`", value, fix, least=0, is_optional=False)
+    check_number(f"`{name}`", value, fix, minimum=0, is_optional=False)
     return int(value)

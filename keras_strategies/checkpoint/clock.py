@@ -48,8 +48,8 @@ class Clock:
         # The estimate may be wrong if the duration of steps changes. So the
         # number of steps until the next exchange is at most twice the number of
         # steps that were measured.
-        most = 2 * (step - self._asked)
-        wait = min(most, math.ceil(left / max(per_step, 1e-6)))
+        maximum = 2 * (step - self._asked)
+        wait = min(maximum, math.ceil(left / max(per_step, 1e-6)))
         answer = self._agree({"is_due": left <= 0, "wait": max(wait, 1)})
         self._asked, self._asked_at = step, now
         self._next = step + answer["wait"]

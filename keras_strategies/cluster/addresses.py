@@ -13,7 +13,7 @@ MAX_PORT = 65535
 """The highest port number."""
 
 _MAX_SHOWN = 60
-_MOST_NAMES = 8
+_MAX_NAMES = 8
 _MAX_HOST = 253
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?", re.ASCII)
 _FIX = "Write it as `host:port`, with an IPv6 address as `[::1]:2222`."
@@ -32,8 +32,8 @@ def shorten(value: object) -> str:
 
 def join_few(names: Sequence[object]) -> str:
     """Joins at most eight names with commas; "..." replaces the rest."""
-    more = ", ..." * (len(names) > _MOST_NAMES)
-    return ", ".join(map(str, names[:_MOST_NAMES])) + more
+    more = ", ..." * (len(names) > _MAX_NAMES)
+    return ", ".join(map(str, names[:_MAX_NAMES])) + more
 
 
 def name_processes(numbers: Sequence[int]) -> str:
@@ -143,8 +143,8 @@ def read_number(
     name: str,
     setter: str,
     *,
-    least: int = 0,
-    most: int = MAX_TASKS,
+    minimum: int = 0,
+    maximum: int = MAX_TASKS,
 ) -> int:
     """Returns the integer in an environment variable that must be set.
 
@@ -152,8 +152,8 @@ def read_number(
       environ: The environment variables.
       name: The variable's name.
       setter: The program that sets the variable, for the error message.
-      least: The smallest number allowed.
-      most: The largest number allowed.
+      minimum: The smallest number allowed.
+      maximum: The largest number allowed.
 
     Raises:
       RuntimeError: if the variable is not set, or is empty.
@@ -161,9 +161,9 @@ def read_number(
     """
     text = read_text(environ, name, setter)
     number = _parse_digits(text)
-    if number < 0 or not least <= number <= most:
+    if number < 0 or not minimum <= number <= maximum:
         raise ValueError(
-            f"{name} must be an integer from {least} to {most}. Received: "
+            f"{name} must be an integer from {minimum} to {maximum}. Received: "
             f"{shorten(text)}. It is normally set by {setter}. Check whether "
             "something else also sets it."
         )
@@ -172,7 +172,7 @@ def read_number(
 
 def read_port(environ: Mapping[str, str], name: str, setter: str) -> int:
     """Returns the port in an environment variable; see `read_number`."""
-    return read_number(environ, name, setter, least=1, most=MAX_PORT)
+    return read_number(environ, name, setter, minimum=1, maximum=MAX_PORT)
 
 
 def _find_problem(address: str) -> str:

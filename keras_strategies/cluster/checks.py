@@ -21,9 +21,9 @@ def check_number(
     value: object,
     fix: str,
     *,
-    least: float | None = None,
+    minimum: float | None = None,
     above: float | None = None,
-    most: float | None = None,
+    maximum: float | None = None,
     is_whole: bool = True,
     is_optional: bool = True,
 ) -> None:
@@ -33,9 +33,9 @@ def check_number(
       name: The value's name, with which the error message begins.
       value: The value. NumPy's numbers are allowed; booleans are not.
       fix: The last sentence of the error message: what the user should do.
-      least: The inclusive lower bound.
+      minimum: The inclusive lower bound.
       above: The exclusive lower bound.
-      most: The inclusive upper bound.
+      maximum: The inclusive upper bound.
       is_whole: Whether the value must be an integer.
       is_optional: Whether None is allowed.
 
@@ -57,9 +57,9 @@ def check_number(
     number: Any = value
     for is_met, rule in (
         (is_whole or math.isfinite(number), "finite"),
-        (least is None or number >= least, f">= {least}"),
+        (minimum is None or number >= minimum, f">= {minimum}"),
         (above is None or number > above, f"> {above}"),
-        (most is None or number <= most, f"<= {most}"),
+        (maximum is None or number <= maximum, f"<= {maximum}"),
     ):
         if not is_met:
             raise ValueError(
@@ -92,7 +92,9 @@ def check_port(port: int, name: str) -> int:
     The errors are those of `check_number`.
     """
     fix = "Pass a port that is free on the hosts, such as 8888."
-    check_number(name, port, fix, least=1, most=MAX_PORT, is_optional=False)
+    check_number(
+        name, port, fix, minimum=1, maximum=MAX_PORT, is_optional=False
+    )
     return port
 
 

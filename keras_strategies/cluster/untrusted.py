@@ -128,9 +128,9 @@ def _parse_finite(text: str) -> float:
     return value
 
 
-def _is_deeper(value: object, most: int) -> bool:
+def _is_deeper(value: object, maximum: int) -> bool:
     level = [value]
-    for _ in range(most):
+    for _ in range(maximum):
         level = [
             item
             for inner in level

@@ -263,7 +263,7 @@ def shard_batch(batch: HostBatch, mesh: ReplicaMesh) -> Tree:
             return jax.device_put(batch.data, mesh.devices[0])
         return jax.tree.map(lambda leaf: _on_all_cores(leaf, mesh), batch.data)
     counts = count_rows(batch, mesh)
-    shard = functools.partial(_shard_unevenly, counts=counts, mesh=mesh)
+    shard = functools.partial(_shard_ragged, counts=counts, mesh=mesh)
     if len(set(counts)) == 1:
         shard = functools.partial(_shard_evenly, rows=sum(counts), mesh=mesh)
     return jax.tree.map(shard, batch.data)
@@ -309,23 +309,23 @@ def _shard_evenly(leaf: np.ndarray, rows: int, mesh: ReplicaMesh) -> PerReplica:
     return PerReplica.of(array, ROWS)
 
 
-def _shard_unevenly(
+def _shard_ragged(
     leaf: np.ndarray, counts: tuple[int, ...], mesh: ReplicaMesh
 ) -> PerReplica:
     local = counts[mesh.local_replicas.start : mesh.local_replicas.stop]
     # All shards of a JAX array must have the same shape, so shorter shards are
     # padded to the length of the longest.
     pieces = np.split(leaf, np.cumsum(local)[:-1])
-    most = max(counts)
+    maximum = max(counts)
 
     def make_entry(index: Any) -> np.ndarray:
         replica = index[0].indices(len(counts))[0]
         piece = pieces[replica - mesh.local_replicas.start]
-        padded = np.zeros((1, most, *leaf.shape[1:]), leaf.dtype)
+        padded = np.zeros((1, maximum, *leaf.shape[1:]), leaf.dtype)
         padded[0, : len(piece)] = piece
         return padded
 
-    shape = (len(counts), most, *leaf.shape[1:])
+    shape = (len(counts), maximum, *leaf.shape[1:])
     return PerReplica.of(
         jax.make_array_from_callback(shape, mesh.split, make_entry),
         PADDED,

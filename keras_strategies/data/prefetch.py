@@ -275,28 +275,28 @@ class Rebatcher:
                 self._count += part.rows
         if not self._count:
             return None
-        taken, missing = [], count
+        parts, missing = [], count
         if missing == 0:
             return _slice_rows(self._left[0], 0, 0)
         while missing and self._left:
             first = self._left[0]
-            if taken and find_row_kind(taken[0]) != find_row_kind(first):
+            if parts and find_row_kind(parts[0]) != find_row_kind(first):
                 # The rows have different shapes (for example, because they are
                 # padded to another length), so they cannot be part of the same
                 # batch.
                 break
             rows = num_rows(first)
             if rows <= missing:
-                taken.append(self._left.pop(0))
+                parts.append(self._left.pop(0))
             else:
-                taken.append(_slice_rows(first, 0, missing))
+                parts.append(_slice_rows(first, 0, missing))
                 self._left[0] = _slice_rows(first, missing, rows)
-            count_taken = min(rows, missing)
-            missing -= count_taken
-            self._count -= count_taken
-        if len(taken) == 1:
-            return taken[0]
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *taken)
+            num_used = min(rows, missing)
+            missing -= num_used
+            self._count -= num_used
+        if len(parts) == 1:
+            return parts[0]
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
 def peek(

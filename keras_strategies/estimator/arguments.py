@@ -74,7 +74,7 @@ def check_seconds(name: str, value: object) -> None:
     """Raises an error unless a value is a non-negative number of seconds."""
     fix = "Pass a number of seconds, 0 or more."
     check_number(
-        f"`{name}`", value, fix, least=0, is_whole=False, is_optional=False
+        f"`{name}`", value, fix, minimum=0, is_whole=False, is_optional=False
     )
 
 

@@ -152,7 +152,7 @@ def train(
             initialize=initialize,
         )
         planned_steps = train_callback.count_steps(
-            progress, steps, spec.max_steps, is_endless=data.is_endless
+            progress, steps, spec.max_steps, is_infinite=data.is_infinite
         )
         chief_hooks = bundle.chief_hooks if mesh.is_chief else ()
         scalars = records.make_scalars(config, progress.step)

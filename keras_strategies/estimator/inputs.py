@@ -46,7 +46,7 @@ class Input:
       example: A batch of the data, or a nested structure like that of a batch,
         whose leaves have shapes and dtypes.
       is_dataset: Whether `x` is a dataset.
-      is_endless: Whether `x` is a dataset that declares itself infinite.
+      is_infinite: Whether `x` is a dataset that declares itself infinite.
     """
 
     x: Any
@@ -54,7 +54,7 @@ class Input:
     sample_weight: Any = None
     example: Tree
     is_dataset: bool
-    is_endless: bool = False
+    is_infinite: bool = False
 
     def make_arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments of `fit` or `evaluate` for the data."""
@@ -189,7 +189,7 @@ def _make_input(data: Dataset, mode: str) -> Input:
         x=data,
         example=_find_example(data),
         is_dataset=True,
-        is_endless=_is_endless(data),
+        is_infinite=_is_infinite(data),
     )
 
 
@@ -283,7 +283,7 @@ def _find_example(data: Dataset) -> Tree:
     return next(iter(data))
 
 
-def _is_endless(data: Dataset) -> bool:
+def _is_infinite(data: Dataset) -> bool:
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
         return int(data.cardinality()) == tensorflow.data.INFINITE_CARDINALITY

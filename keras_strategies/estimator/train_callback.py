@@ -170,7 +170,7 @@ def count_steps(
     steps: int | None,
     max_steps: int | None,
     *,
-    is_endless: bool,
+    is_infinite: bool,
 ) -> int | None:
     """Returns the number of steps of a `train` call; None until the data end.
 
@@ -180,7 +180,7 @@ def count_steps(
       progress: The progress of the training.
       steps: The argument `steps` of `train`.
       max_steps: The argument `max_steps` of `train`.
-      is_endless: Whether the data never end.
+      is_infinite: Whether the data never end.
 
     Returns:
       The number of steps; None to train until the data end.
@@ -189,7 +189,7 @@ def count_steps(
         return max_steps - progress.begun
     if steps is not None:
         return steps
-    return sys.maxsize if is_endless else None
+    return sys.maxsize if is_infinite else None
 
 
 def has_steps(

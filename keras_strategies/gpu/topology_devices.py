@@ -148,13 +148,13 @@ TARGETS = {
 
 
 # XLA creates an object for each GPU.
-_MOST_GPUS = 2**13
+_MAX_GPUS = 2**13
 _NAME = re.compile(
     r"(?P<gpu>[a-z]+\d+):(?:(?P<hosts>\d{1,6})x)?(?P<gpus>\d{1,6})", re.ASCII
 )
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 _TOOLKIT = pathlib.Path(__file__).parent / "toolkit"
-_ENDLESS = 2**50
+_UNLIMITED = 2**50
 """Bytes of memory that no program needs."""
 
 
@@ -164,7 +164,7 @@ def is_gpu_name(name: object) -> bool:
 
 
 def make_gpu_devices(
-    name: str, *, has_endless_memory: bool = False
+    name: str, *, has_unlimited_memory: bool = False
 ) -> tuple[jax.Device, ...]:
     """Returns the devices of machines such as "h100:8x8", without a GPU.
 
@@ -175,9 +175,9 @@ def make_gpu_devices(
     Args:
       name: The GPU, a colon, the number of hosts (1 if it is left out) and the
         number of GPUs of a host, such as "h100:8" or "h100:8x8".
-      has_endless_memory: Whether to compile as if the GPUs had endless memory.
-        Otherwise, XLA changes programs that need more than 76 percent of it: it
-        computes values again, instead of storing them.
+      has_unlimited_memory: Whether to compile as if the GPUs had unlimited
+        memory. Otherwise, XLA changes programs that need more than 76 percent
+        of it: it computes values again, instead of storing them.
 
     Returns:
       The GPUs, ordered by host. Each host is a process.
@@ -193,19 +193,19 @@ def make_gpu_devices(
         (int(match["hosts"] or 1), int(match["gpus"])) if match else (0, 0)
     )
     if not (
-        match and match["gpu"] in TARGETS and 0 < hosts * gpus <= _MOST_GPUS
+        match and match["gpu"] in TARGETS and 0 < hosts * gpus <= _MAX_GPUS
     ):
         raise ValueError(
             "No such GPUs exist to compile for. The name must be a GPU "
             f"({', '.join(TARGETS)}), a colon, and the number of hosts and of "
-            f"GPUs per host, at most {_MOST_GPUS:,} in total. Received: "
+            f"GPUs per host, at most {_MAX_GPUS:,} in total. Received: "
             f"{name!r:.100}. Pass, for example, 'h100:8' or 'h100:8x8'."
         )
     from jax.experimental import topologies
 
     target = TARGETS[match["gpu"]]
-    if has_endless_memory:
-        target = dataclasses.replace(target, memory=_ENDLESS)
+    if has_unlimited_memory:
+        target = dataclasses.replace(target, memory=_UNLIMITED)
     try:
         described = topologies.get_topology_desc(
             platform="cuda",

@@ -72,7 +72,7 @@ def compute_moments(
     step = current_step()
     is_run = step is not None and step.facts.is_local
     # Replicas may have different numbers of rows.
-    is_uneven = is_run or (step is not None and step.facts.is_uneven)
+    is_ragged = is_run or (step is not None and step.facts.is_ragged)
     if step is not None and step.flags.sees_global_batch and not is_run:
         step = None  # The inputs already have all rows.
 
@@ -80,7 +80,7 @@ def compute_moments(
     if mask is not None:
         mean_of = _make_masked_mean(step, axes, inputs, mask)
     else:
-        mean_of = _make_row_mean(step, axes, is_uneven=is_uneven)
+        mean_of = _make_row_mean(step, axes, is_ragged=is_ragged)
     mean = mean_of(inputs)
     variance = mean_of(ops.square(inputs - mean))
     moments = ops.squeeze(mean, axes), ops.squeeze(variance, axes)
@@ -111,10 +111,10 @@ def _mark_moments(
 
 
 def _make_row_mean(
-    step: StepContext | None, axes: list[int], *, is_uneven: bool
+    step: StepContext | None, axes: list[int], *, is_ragged: bool
 ) -> Callable[[Array], Any]:
     def mean_of(value: Array) -> Array:
-        if step is None or not is_uneven:
+        if step is None or not is_ragged:
             return _average(step, ops.mean(value, axes, keepdims=True))
         count = math.prod(value.shape[axis] for axis in axes)
         total = _average(step, ops.sum(value, axes, keepdims=True))

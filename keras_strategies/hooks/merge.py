@@ -158,8 +158,8 @@ def plan_variable(
     if new is folded or new is old or new is None:
         return Plan(old, lambda _: old)
     if new in step.notes.equal:
-        is_uneven = step.facts.is_uneven
-        if not is_uneven or not keras.backend.is_float_dtype(str(new.dtype)):
+        is_ragged = step.facts.is_ragged
+        if not is_ragged or not keras.backend.is_float_dtype(str(new.dtype)):
             return Plan(old, lambda _: new)
         # The replicas compute the same value, but in different branches of
         # the program, which the compiler may round differently.
@@ -169,7 +169,7 @@ def plan_variable(
         # far. Replicas with different numbers of rows may have drawn a
         # different number of times, so the stream continues from the largest
         # number. Its seed does not change.
-        drawn = all_max(new[1], step.axis) if step.facts.is_uneven else new[1]
+        drawn = all_max(new[1], step.axis) if step.facts.is_ragged else new[1]
         return Plan(old, lambda _: jnp.stack([old[0], drawn]))
     rule = _find_rule(variable, step, is_metric)
     is_chosen = getattr(variable, "_ks_merge", "mean") != "mean"

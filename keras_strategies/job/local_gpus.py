@@ -36,7 +36,7 @@ PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 _PLATFORMS = ("cuda", "gpu")
 _DRIVER = ("nvidiactl", "dxg")
-_MOST_GPUS = 1024
+_MAX_GPUS = 1024
 _MAX_CHARACTERS = 1 << 16
 _ON_NODE = "SLURM_GPUS_ON_NODE"
 _SLURM_TASKS = "SLURM_STEP_NUM_TASKS"
@@ -144,7 +144,7 @@ def count_visible_gpus(
         if not is_index and not _UUID.fullmatch(name):
             break
         count += 1
-    return min(count, _MOST_GPUS)
+    return min(count, _MAX_GPUS)
 
 
 def share_gpus(
@@ -199,7 +199,7 @@ def parse_gpus(text: str) -> tuple[int, ...]:
     """
     words = [word.strip() for word in text[:_MAX_CHARACTERS].split(",")]
     gpus = [int(word) for word in words if _INDEX.fullmatch(word)]
-    is_bounded = len(gpus) == len(words) and max(gpus) < _MOST_GPUS
+    is_bounded = len(gpus) == len(words) and max(gpus) < _MAX_GPUS
     if not is_bounded or len(set(gpus)) != len(gpus):
         raise ValueError(
             f"{LOCAL_IDS} must be a list of different GPUs, such as 0,1. "
@@ -238,15 +238,21 @@ def _find_place(task: TaskInfo, environ: Mapping[str, str]) -> tuple[int, int]:
         size, *local = launcher.counts.split() or [""]
         if local and environ.get(size) == total and environ.get(local[0]):
             setter = launcher.setter or launcher.name
-            count = read_number(environ, local[1], setter, least=1)
-            return read_number(environ, local[0], setter, most=count - 1), count
+            count = read_number(environ, local[1], setter, minimum=1)
+            return read_number(
+                environ, local[0], setter, maximum=count - 1
+            ), count
     if environ.get(_SLURM_TASKS) == total and environ.get(_SLURM_LOCAL):
         text = read_text(environ, _SLURM_PER_NODE, SETTER)
         counts = expand_tasks_per_node(text)
-        most = len(counts) - 1
-        count = counts[read_number(environ, _SLURM_NODE, SETTER, most=most)]
-        most = count - 1
-        return read_number(environ, _SLURM_LOCAL, SETTER, most=most), count
+        maximum = len(counts) - 1
+        count = counts[
+            read_number(environ, _SLURM_NODE, SETTER, maximum=maximum)
+        ]
+        maximum = count - 1
+        return read_number(
+            environ, _SLURM_LOCAL, SETTER, maximum=maximum
+        ), count
     return 0, 1
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from keras_strategies.cluster.addresses import shorten
 
-LEAST_JAX = (0, 11, 2)
+MIN_JAX = (0, 11, 2)
 """The oldest version of JAX whose coordination service has mutual TLS."""
 
 CERT, KEY, CA = FILES = (
@@ -54,14 +54,14 @@ def has_mutual_tls(
     if not is_required and not any(given.values()):
         return False
     if not is_supported:
-        least = ".".join(map(str, LEAST_JAX))
+        minimum = ".".join(map(str, MIN_JAX))
         names = [name for name, path in given.items() if path] or [REQUIRED]
         raise ValueError(
-            f"Mutual TLS needs jax {least} or newer; an older jax ignores its "
-            f"variables. Received: {', '.join(names)}, with an older jax. Run "
-            f"`pip install --upgrade 'jax>={least},<0.13'`, or unset these "
-            "variables and run the job in a network that untrusted programs "
-            "cannot reach."
+            f"Mutual TLS needs jax {minimum} or newer; an older jax ignores "
+            f"its variables. Received: {', '.join(names)}, with an older jax. "
+            f"Run `pip install --upgrade 'jax>={minimum},<0.13'`, or unset "
+            "these variables and run the job in a network that untrusted "
+            "programs cannot reach."
         )
     for name, path in given.items():
         if "\0" in path or not (

@@ -44,7 +44,7 @@ class StepFacts:
         batch, whose gradient is not one of several that are summed.
       sums_later: Whether accumulated gradients are summed over the replicas
         only in the optimizer's updates.
-      is_uneven: Whether replicas may run different branches of the program,
+      is_ragged: Whether replicas may run different branches of the program,
         because their numbers of rows differ.
       rows_of_all: Describes the arguments whose number of rows depends on the
         replica. A key is the number of rows that such an argument has on this
@@ -68,7 +68,7 @@ class StepFacts:
     is_retrace: bool = False
     has_all_rows: bool = False
     sums_later: bool = False
-    is_uneven: bool = False
+    is_ragged: bool = False
     rows_of_all: Mapping[int, set[tuple[int, ...]]] = dataclasses.field(
         default_factory=dict
     )

@@ -147,23 +147,23 @@ def find_blocks_of(model: keras.Model) -> list[Blocks]:
     """
     nodes = list(_iter_nodes(model))
     found: list[Blocks] = []
-    taken: list[range] = []
+    used: list[range] = []
     if MIN_BLOCKS <= len(nodes) <= _MAX_NODES:
-        while largest := _find_largest(model, nodes, taken):
+        while largest := _find_largest(model, nodes, used):
             found.append(largest[0])
-            taken.append(largest[1])
+            used.append(largest[1])
     return found
 
 
 def _find_largest(
-    model: keras.Model, nodes: Sequence[_Node], taken: Sequence[range]
+    model: keras.Model, nodes: Sequence[_Node], used: Sequence[range]
 ) -> tuple[Blocks, range] | None:
     """Returns the largest run of blocks among calls that are not taken.
 
     Args:
       model: The model.
       nodes: The model's calls, in order.
-      taken: The positions of calls that belong to other runs.
+      used: The positions of calls that belong to other runs.
 
     Returns:
       The blocks and the positions of their calls, or None.
@@ -174,7 +174,7 @@ def _find_largest(
         [node.kind for node in nodes]
     ):
         stop = start + length * count
-        if any(start < r.stop and r.start < stop for r in taken):
+        if any(start < r.stop and r.start < stop for r in used):
             continue
         segments = [
             range(first, first + length) for first in range(start, stop, length)

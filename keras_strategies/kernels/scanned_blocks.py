@@ -242,8 +242,8 @@ def _find_runs(graph: Any, mesh: ReplicaMesh) -> list[Blocks]:
     found = vars(graph).get(_RUNS)
     if found is None or found[0] != trainable:
         found = vars(graph)[_RUNS] = trainable, find_blocks_of(graph)
-    least = 0 if is_marked else _MIN_BLOCKS
-    return [blocks for blocks in found[1] if len(blocks) >= least]
+    minimum = 0 if is_marked else _MIN_BLOCKS
+    return [blocks for blocks in found[1] if len(blocks) >= minimum]
 
 
 def _is_repeated() -> bool:

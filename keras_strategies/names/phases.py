@@ -36,7 +36,7 @@ STEPS = "KERAS_STRATEGIES_PROFILE"
 """The environment variable with the steps that each fit traces."""
 
 _STEPS = re.compile(r"(?P<first>\d{1,9})(:(?P<last>\d{1,9}))?", re.ASCII)
-_MOST_STEPS = 1000
+_MAX_STEPS = 1000
 
 
 class Recorder(Protocol):
@@ -106,11 +106,11 @@ def parse_steps(steps: object, name: str) -> tuple[int, int] | None:
     match = _STEPS.fullmatch(steps) if isinstance(steps, str) else None
     if match is not None:
         first, last = int(match["first"]), int(match["last"] or match["first"])
-        if 0 < first <= last < first + _MOST_STEPS:
+        if 0 < first <= last < first + _MAX_STEPS:
             return first, last
     raise ValueError(
         f"{name} must be the first and the last step to trace, counted from 1 "
-        f"at the start of the fit, at most {_MOST_STEPS:,} steps. Received: "
+        f"at the start of the fit, at most {_MAX_STEPS:,} steps. Received: "
         f"{steps!r:.100}. Pass, for example, '10:13'."
     )
 

@@ -13,7 +13,7 @@ import re
 import sys
 import warnings
 
-LEAST = {
+MINIMUM = {
     "keras": (3, 15),
     "jax": (0, 10),
     "jaxlib": (0, 10),
@@ -59,10 +59,10 @@ def check_versions() -> None:
         number = parse_version(version or "")
         if not number:
             continue
-        if number < LEAST[package]:
+        if number < MINIMUM[package]:
             raise ImportError(
                 f"keras_strategies needs {package} "
-                f"{format_version(LEAST[package])} or newer. Received: "
+                f"{format_version(MINIMUM[package])} or newer. Received: "
                 f"{package} {version}. {_advise_install(package)}"
             )
         if number >= BELOW[package] and os.environ.get(SILENCE) != "1":
@@ -109,7 +109,7 @@ def format_version(version: tuple[int, ...]) -> str:
 def make_requirement(package: str) -> str:
     """Returns a requirement for pip, such as `keras>=3.15,<3.16`."""
     below = f",<{format_version(BELOW[package])}" if package in BELOW else ""
-    return f"{package}>={format_version(LEAST[package])}{below}"
+    return f"{package}>={format_version(MINIMUM[package])}{below}"
 
 
 def _advise_install(package: str) -> str:

@@ -81,13 +81,13 @@ class Concatenation:
 
     def pad(self, array: Array) -> jax.Array:
         """Pads a replica's array to the size of the largest one."""
-        most = max(self.sizes or (0,))
+        maximum = max(self.sizes or (0,))
         missing = [(0, 0)] * array.ndim
-        missing[self.dim] = (0, max(most - array.shape[self.dim], 0))
+        missing[self.dim] = (0, max(maximum - array.shape[self.dim], 0))
         return jnp.pad(array, missing)
 
 
-def uneven_concatenation(
+def ragged_concatenation(
     axis: Axis, dim: int, sizes: tuple[int, ...]
 ) -> Reduce:
     """Returns a collective that concatenates arrays of different sizes.

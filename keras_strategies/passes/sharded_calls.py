@@ -35,7 +35,7 @@ def is_loop(equation: JaxprEqn) -> bool:
 
 
 def reads_slices(equation: JaxprEqn, position: int, spec: Sharded) -> bool:
-    """Returns whether each turn of a loop reads a slice of an operand.
+    """Returns whether each iteration of a loop reads a slice of an operand.
 
     Args:
       equation: The loop.
@@ -48,7 +48,7 @@ def reads_slices(equation: JaxprEqn, position: int, spec: Sharded) -> bool:
 
 
 def returns_slices(equation: JaxprEqn, position: int, spec: Sharded) -> bool:
-    """Returns whether each turn of a loop computes a slice of a result.
+    """Returns whether each iteration of a loop computes a slice of a result.
 
     Args:
       equation: The loop.
@@ -76,21 +76,22 @@ def compute_loop(
     Args:
       equation: The loop.
       operands: Its operands.
-      body: A function of a turn's operands: the constants, the carry and the
-        slices. It returns the new carry and slices of the other results.
+      body: A function of the operands of an iteration: the constants, the carry
+        and the slices. It returns the new carry and slices of the other
+        results.
 
     Returns:
       The loop's results.
     """
     consts, carry, scanned = scan_operands(equation, operands)
 
-    def turn(carry: list[Any], slices: list[Any]) -> tuple[Any, Any]:
+    def iterate(carry: list[Any], slices: list[Any]) -> tuple[Any, Any]:
         results = body(*consts, *carry, *slices)
         return results[: len(carry)], results[len(carry) :]
 
     params = equation.params
     last, stacked = jax.lax.scan(
-        turn,
+        iterate,
         carry,
         scanned,
         length=params["length"],

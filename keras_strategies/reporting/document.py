@@ -28,7 +28,7 @@ NAME = "run_report.json"
 STEP_NAME = ".run_report_step"
 """The name of the file with the last step, see `StepFile`."""
 
-MOST_STARTS = 100
+MAX_STARTS = 100
 """The number of starts whose entries are kept."""
 
 _MAX_BYTES = 4 << 20
@@ -234,7 +234,7 @@ def add_start(
         "num_starts": old["num_starts"] + 1,
         "num_steps": step,
         "num_repeated": old["num_repeated"] + max(reached - step, 0),
-        "starts": [*starts, entry][-MOST_STARTS:],
+        "starts": [*starts, entry][-MAX_STARTS:],
     }
 
 

@@ -19,7 +19,7 @@ from keras_strategies.reporting.advice import AGAIN, EXECUTION, SHAPE
 from keras_strategies.reporting.recorder import COMPILE, REPORT, StepRecorder
 from keras_strategies.watchdog.failure_detector import Heartbeat
 
-_MOST_CAUSES = 8
+_MAX_CAUSES = 8
 _MS = 1e3
 
 Figures = dict[str, Any]
@@ -126,7 +126,7 @@ def _list_compilations(recorder: StepRecorder) -> dict[str, Any]:
                 "count": made.counts[name],
                 "seconds": made.seconds[name],
             }
-            for name in longest[:_MOST_CAUSES]
+            for name in longest[:_MAX_CAUSES]
         ],
     }
 

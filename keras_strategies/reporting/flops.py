@@ -10,7 +10,7 @@ from keras_strategies.reporting.recorder import StepRecorder
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.tpu.chips import find_chip
 
-_MOST_SHAPES = 8
+_MAX_SHAPES = 8
 
 
 class FlopsCounter:
@@ -29,7 +29,7 @@ class FlopsCounter:
 
     def count(self, recorder: StepRecorder) -> None:
         """Counts the operations for shapes that are new. Traces the model."""
-        for key, shape in list(recorder.shapes.items())[:_MOST_SHAPES]:
+        for key, shape in list(recorder.shapes.items())[:_MAX_SHAPES]:
             if key not in self._flops:
                 self._flops[key] = None
                 # A model that cannot be traced has no operations to report.

@@ -257,7 +257,7 @@ class RunReport(ReportCallback):
           step: The number of steps that were trained before, such as the step
             of a restored checkpoint.
         """
-        check_number("`step`", step, "Pass a number of steps.", least=0)
+        check_number("`step`", step, "Pass a number of steps.", minimum=0)
         self._start(is_chief=jax.process_index() == 0)
         self._add_start(step)
 

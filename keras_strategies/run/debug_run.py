@@ -86,7 +86,7 @@ def debug_run(
                 results = fn(index)
             share = None if shares is None else shares[index]
             merging = replica_trace.make_step(mesh).with_facts(
-                is_uneven=True, share=share
+                is_ragged=True, share=share
             )
             return _merge_writes(step, seen, results, merging)
 

@@ -47,7 +47,7 @@ from keras_strategies.step import output_shardings
 from keras_strategies.step.ragged import replica_merge
 from keras_strategies.step.ragged.ragged_call import (
     BranchResult,
-    call_unevenly,
+    call_ragged,
 )
 from keras_strategies.step.ragged.variants import (
     Variant,
@@ -107,7 +107,7 @@ class RunProgram:
             split_spec(mesh) if split else replicated_spec()
             for split in is_split
         ]
-        self._is_uneven = [counts is not None for counts in rows]
+        self._is_ragged = [counts is not None for counts in rows]
         # For each replica, the row counts or shapes of all uneven arguments.
         uneven = [counts for counts in rows if counts is not None]
         self._variant_rows = list(zip(*uneven, strict=True))
@@ -166,7 +166,7 @@ class RunProgram:
             leaves = list(components)
             if self._variant_rows:
                 leaves = cut_to_rows(
-                    self._variant_rows[0], self._is_uneven, leaves
+                    self._variant_rows[0], self._is_ragged, leaves
                 )
             with replica_trace.replica_tracing(step, self._replica_scope):
                 self._fn(leaves)
@@ -231,11 +231,11 @@ class RunProgram:
             for the variable. Updated in place.
         """
         mesh = self._mesh
-        taken, shared = self._collect_state(last)
+        values, shared = self._collect_state(last)
         copies = [on_read.get_copies(v, mesh) for v in self._on_read]
         self._check_last()
         arrays, new_copies, sums, same, new, report = dispatch(
-            mesh, self._program, taken, copies, shared, leaves
+            mesh, self._program, values, copies, shared, leaves
         )
         for variable, value in zip(self._written, new, strict=False):
             variable._value = value
@@ -256,15 +256,15 @@ class RunProgram:
     def _collect_state(self, last: Owned) -> tuple[list[Any], list[Any]]:
         """Returns the values of written and read variables for the program."""
         written, read, mesh = self._written, self._read, self._mesh
-        taken = [v._value for v in written]
+        values = [v._value for v in written]
         known = [last.get(id(v)) for v in written]
         is_rivalled = has_rivals(mesh)
         # Arrays that a program returned, and that only the variables refer to,
         # can be donated. Others are checked, and copied if used elsewhere.
-        if is_rivalled or not are_unshared(taken, known):
-            pairs = zip(map(id, taken), known, strict=True)
+        if is_rivalled or not are_unshared(values, known):
+            pairs = zip(map(id, values), known, strict=True)
             returned = None if is_rivalled else {k: r for k, r in pairs if r}
-            take_ownership(taken, written, (), returned, mesh, donate=True)
+            take_ownership(values, written, (), returned, mesh, donate=True)
         shared = [v._value for v in read]
         if not refer_to(self._last_read, shared):
             references = list(map(weakref.ref, shared))
@@ -272,7 +272,7 @@ class RunProgram:
             # If arrays had to be moved, check all of them at the next call.
             are_moved = not refer_to(references, shared)
             self._last_read = [] if are_moved else references
-        return taken, shared
+        return values, shared
 
     def _check_last(self) -> None:
         """Raises ValueError if replicas wrote unequal values to a variable."""
@@ -326,7 +326,7 @@ class RunProgram:
         old = [*written, *[c[0] for c in copies], *read]
         folded = seeds.fold_seeds(variables, old, step)
         step = step.with_facts(
-            is_uneven=bool(self._variant_rows),
+            is_ragged=bool(self._variant_rows),
             share=compute_local_share(self._variant_rows, step.axis),
         )
         called, notes, shapes = self._call_variants(variables, folded, leaves)
@@ -363,7 +363,7 @@ class RunProgram:
     ) -> BranchResult:
         """Calls the function with one replica's arguments."""
         step = replica_trace.make_step(self._mesh, is_update=self._is_update)
-        uneven = itertools.compress(leaves, self._is_uneven)
+        uneven = itertools.compress(leaves, self._is_ragged)
         sizes = tuple(leaf.shape[1] for leaf in uneven)
         step = step.with_facts(
             rows_of_all=group_rows_of_all(sizes, self._variant_rows)
@@ -388,10 +388,10 @@ class RunProgram:
         if not self._variant_rows:
             called = self._call(variables, folded, leaves)
             return called, [called.note], None
-        return call_unevenly(
+        return call_ragged(
             lambda state, leaves: self._call(variables, state, leaves),
             self._variant_rows,
-            self._is_uneven,
+            self._is_ragged,
             self._mesh.all_replicas,
             folded,
             leaves,

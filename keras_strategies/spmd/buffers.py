@@ -15,10 +15,10 @@ The arrays are written into the buffer one by one, by `dynamic_update_slice`,
 and the buffer starts as an `iota`. XLA's CPU compiler then evaluates each array
 for its own entries only. Two shorter forms are slow:
 
-- `concatenate`: the loop that copies an array has the number of turns of the
-  largest array's, with a mask. If a sum over rows (the gradient of a bias) is
-  fused into it, the sum is evaluated in every turn, and a step takes up to 150
-  times as long.
+- `concatenate`: the loop that copies an array has the number of iterations of
+  the largest array's, with a mask. If a sum over rows (the gradient of a bias)
+  is fused into it, the sum is evaluated in every iteration, and a step takes up
+  to 150 times as long.
 - A buffer of zeros: XLA replaces the first `dynamic_update_slice` by a `pad`,
   whose loop runs over the entire buffer, with a mask.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 64
 # For smaller arrays, aligning the address takes longer than JAX's copy.
-_LEAST_BYTES = 2**16
+_MIN_BYTES = 2**16
 
 
 def check_numbers(leaf: object, name: str = "an array") -> None:
@@ -49,7 +49,7 @@ def empty(shape: tuple[int, ...], dtype: "DTypeLike") -> np.ndarray:
 
 def copy_on_host(array: np.ndarray) -> np.ndarray:
     """Returns a copy of an array; a large copy gets an aligned address."""
-    if array.nbytes < _LEAST_BYTES or not _is_plain(array):
+    if array.nbytes < _MIN_BYTES or not _is_plain(array):
         return np.array(array)
     copy = empty(array.shape, array.dtype)
     np.copyto(copy, array)
@@ -90,7 +90,7 @@ def align(array: Array) -> Array:
     """
     if (
         not isinstance(array, np.ndarray)
-        or array.nbytes < _LEAST_BYTES
+        or array.nbytes < _MIN_BYTES
         or (array.ctypes.data % _ALIGNMENT == 0 and array.flags.c_contiguous)
     ):
         return array
@@ -105,7 +105,7 @@ def take_rows(array: np.ndarray, indices: np.ndarray) -> np.ndarray:
       indices: Indices of the rows, all of them in range and nonnegative.
     """
     row_bytes = array.nbytes // max(len(array), 1)
-    if row_bytes * len(indices) < _LEAST_BYTES or not _is_plain(array):
+    if row_bytes * len(indices) < _MIN_BYTES or not _is_plain(array):
         return array[indices]
     rows = empty((len(indices), *array.shape[1:]), array.dtype)
     # With other modes than "clip", NumPy fills a temporary array first.
@@ -115,7 +115,7 @@ def take_rows(array: np.ndarray, indices: np.ndarray) -> np.ndarray:
 def stack_arrays(arrays: list[np.ndarray]) -> np.ndarray:
     """Stacks arrays of one shape and dtype along a new first dimension."""
     first = arrays[0]
-    if len(arrays) * first.nbytes < _LEAST_BYTES or not _is_plain(first):
+    if len(arrays) * first.nbytes < _MIN_BYTES or not _is_plain(first):
         return np.stack(arrays)
     return np.stack(arrays, out=empty((len(arrays), *first.shape), first.dtype))
 

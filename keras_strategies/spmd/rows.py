@@ -43,8 +43,8 @@ def balanced_rows(rows: int, num_replicas: int) -> tuple[int, ...]:
       rows: Number of rows of the batch, without the padding.
       num_replicas: Number of replicas.
     """
-    most = padded_rows(rows, num_replicas) // num_replicas
-    return fill_in_order([most] * num_replicas, rows)
+    maximum = padded_rows(rows, num_replicas) // num_replicas
+    return fill_in_order([maximum] * num_replicas, rows)
 
 
 def rotated_rows(
@@ -103,8 +103,8 @@ def fill_in_order(places: Sequence[int], rows: int) -> tuple[int, ...]:
     For example, 5 rows for three replicas with the limits 2, 2 and 2 are
     divided into 2, 2 and 1 rows.
     """
-    taken = []
+    counts = []
     for size in places:
-        taken.append(min(size, rows))
-        rows -= taken[-1]
-    return tuple(taken)
+        counts.append(min(size, rows))
+        rows -= counts[-1]
+    return tuple(counts)

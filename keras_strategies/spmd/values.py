@@ -348,7 +348,7 @@ def select_components(nest: Tree) -> Tree:
 def pad_to(array: Array, shape: tuple[int, ...]) -> jax.Array:
     """Pads an array to `shape` with zeros at the end of each dimension."""
     sizes = zip(array.shape, shape, strict=True)
-    return jax.numpy.pad(array, [(0, most - size) for size, most in sizes])
+    return jax.numpy.pad(array, [(0, new - old) for old, new in sizes])
 
 
 def cut(array: Array, shape: tuple[int, ...]) -> Array:

@@ -35,7 +35,7 @@ from keras_strategies.step import step_logs
 from keras_strategies.step.ragged import replica_merge
 from keras_strategies.step.ragged.ragged_call import (
     BranchResult,
-    call_unevenly,
+    call_ragged,
 )
 from keras_strategies.step.ragged.variants import (
     Variant,
@@ -50,13 +50,13 @@ class RaggedRows:
 
     Attributes:
       counts: Each replica's number of rows.
-      taken: For each replica, the indices of its rows in the padded batch.
+      indices: For each replica, the indices of its rows in the padded batch.
         Shorter lists are padded to the length of the longest.
-      returned: For each row of the padded batch, its index in `taken`.
+      returned: For each row of the padded batch, its index in `indices`.
     """
 
     counts: tuple[int, ...]
-    taken: np.ndarray
+    indices: np.ndarray
     returned: np.ndarray
 
     @classmethod
@@ -74,20 +74,20 @@ class RaggedRows:
         parts = shape.parts or (shape.rows,)
         block, share = padded // len(parts), num_replicas // len(parts)
         counts = [c for p in parts for c in rows_of_replicas(p, p, share)]
-        most = max(counts)
+        maximum = max(counts)
         places = [
             p * block + k for p, part in enumerate(parts) for k in range(part)
         ]
-        taken, returned, start = [], np.zeros(padded, int), 0
+        indices, returned, start = [], np.zeros(padded, int), 0
         for replica, count in enumerate(counts):
             of_replica = places[start : start + count]
-            returned[of_replica] = replica * most + np.arange(count)
+            returned[of_replica] = replica * maximum + np.arange(count)
             # The padding repeats the replica's last row.
             last = of_replica[-1] if of_replica else 0
-            taken += of_replica + [last] * (most - count)
+            indices += of_replica + [last] * (maximum - count)
             start += count
         return cls(
-            counts=tuple(counts), taken=np.asarray(taken), returned=returned
+            counts=tuple(counts), indices=np.asarray(indices), returned=returned
         )
 
     def take(self, data: Batch, axis: int, mesh: ReplicaMesh) -> Batch:
@@ -97,7 +97,7 @@ class RaggedRows:
           A batch in which all replicas have the same number of rows, with
           padding.
         """
-        return _move(data, self.taken, axis, mesh)
+        return _move(data, self.indices, axis, mesh)
 
     def put_back(self, outputs: Tree, axis: int, mesh: ReplicaMesh) -> Tree:
         """Moves the replicas' outputs back to the order of the batch's rows.
@@ -170,7 +170,7 @@ def call_step(
     before = [value for group in old for value in group]
     folded = seeds.fold_seeds(flat, before, step)
     one = _OneReplica(step_fn, step.facts, rows, variables, metrics, structure)
-    called, notes, _ = call_unevenly(
+    called, notes, _ = call_ragged(
         one.call,
         rows,
         [True] * len(leaves),
@@ -219,7 +219,7 @@ def _merging_step(
     facts = StepFacts(
         mesh=mesh,
         rows=max(counts),
-        is_uneven=True,
+        is_ragged=True,
         rows_of_replicas=counts,
         share=compute_local_share(rows, mesh.all_replicas),
     )

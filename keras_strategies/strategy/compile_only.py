@@ -13,14 +13,14 @@ from keras_strategies.variables.partitioners import PartitionerLike
 
 
 def make_devices(
-    name: str, num_slices: int = 1, *, has_endless_memory: bool = False
+    name: str, num_slices: int = 1, *, has_unlimited_memory: bool = False
 ) -> tuple[jax.Device, ...]:
     """Returns the devices of absent TPU slices or GPUs, by their name.
 
     Args:
       name: A name such as "v5e:4x4", "h100:8" or "h100:8x8".
       num_slices: The number of TPU slices.
-      has_endless_memory: For GPUs, see `make_gpu_devices`.
+      has_unlimited_memory: For GPUs, see `make_gpu_devices`.
 
     Raises: see `make_tpu_devices` and `make_gpu_devices`.
     """
@@ -32,7 +32,7 @@ def make_devices(
             f"of hosts. Received: {name!r}, num_slices={num_slices}. Pass, for "
             "example, 'h100:8x8' for 8 hosts with 8 GPUs each."
         )
-    return make_gpu_devices(name, has_endless_memory=has_endless_memory)
+    return make_gpu_devices(name, has_unlimited_memory=has_unlimited_memory)
 
 
 class CompileOnlyStrategy(Strategy):

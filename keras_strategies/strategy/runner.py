@@ -203,8 +203,10 @@ class Runner:
         if len(set(shapes)) == 1:
             stacked = values.stack_replicas(parts, self._mesh)
             return values.STACKED, stacked, None
-        most = tuple(map(max, zip(*shapes, strict=True)))
-        equal = [values.pad_to(jax.numpy.asarray(part), most) for part in parts]
+        maximum = tuple(map(max, zip(*shapes, strict=True)))
+        equal = [
+            values.pad_to(jax.numpy.asarray(part), maximum) for part in parts
+        ]
         return values.STACKED, values.stack_replicas(equal, self._mesh), sizes
 
     def _make_program(

@@ -53,7 +53,7 @@ class Chip:
       product_share: The share of the peak rate that matrix products reach.
       memory_share: The share of the memory's bandwidth that instructions reach.
         For a TPU, the one that XLA's estimates assume.
-      least_seconds: The time of an instruction with little work. In TPU
+      min_seconds: The time of an instruction with little work. In TPU
         programs compiled at full effort, XLA estimates 1,500 to 2,400 cycles of
         0.67 ns for most of them.
     """
@@ -72,7 +72,7 @@ class Chip:
     integer_ops: float = math.inf
     product_share: float = 1.0
     memory_share: float = 0.9
-    least_seconds: float = 1.2e-6
+    min_seconds: float = 1.2e-6
 
     def find_flops(self, dtype: str) -> float:
         """Returns the peak rate for products of a dtype; see `Product`."""
@@ -143,7 +143,7 @@ def _make_gpu(
         # In four models on an H100 (benchmarks/gpu_run.py).
         product_share=0.65,
         memory_share=0.75,
-        least_seconds=2.5e-6,
+        min_seconds=2.5e-6,
     )
 
 

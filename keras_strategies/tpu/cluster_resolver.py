@@ -316,14 +316,14 @@ class TPUClusterResolver(ClusterResolver):
     def _read_num_slices(self) -> int:
         if not self._environ_now.get(_NUM_SLICES):
             return 1
-        return read_number(self._environ_now, _NUM_SLICES, _SETTER, least=1)
+        return read_number(self._environ_now, _NUM_SLICES, _SETTER, minimum=1)
 
     def _read_slice_id(self) -> int:
         environ, count = self._environ_now, self._read_num_slices()
         if not environ.get(_SLICE_ID) and count == 1:
             return 0
         try:
-            return read_number(environ, _SLICE_ID, _SETTER, most=count - 1)
+            return read_number(environ, _SLICE_ID, _SETTER, maximum=count - 1)
         except (ValueError, RuntimeError) as error:
             raise ValueError(
                 f"{error} {_NUM_SLICES} is {count}. Correct whichever of the "

@@ -177,7 +177,7 @@ def _describe_integers(name: str, value: object) -> str:
     )
 
 
-_MOST = 64
+_MAX = 64
 """The maximum number of chips in a group whose size the user did not set."""
 
 _TORUS = 64
@@ -306,10 +306,10 @@ def _group_slice(
         if all(_is_in_one(replica, origin, box) for replica in replicas)
     }
     per_chip = replicas.size // len(set(map(get_chip, replicas.flat)))
-    most = _MOST * per_chip
-    if min(sides) > 1 and _TORUS <= replicas.size <= most:
-        most = replicas.size - 1
-    fit = [n for n in boxes if n * cores <= most]
+    maximum = _MAX * per_chip
+    if min(sides) > 1 and _TORUS <= replicas.size <= maximum:
+        maximum = replicas.size - 1
+    fit = [n for n in boxes if n * cores <= maximum]
     count = max(fit, default=size) if shards is None else shards
     if count == size:
         return [replicas], count

@@ -26,13 +26,13 @@ from keras_strategies.tpu.device_groups import (
 
 _RANK = 4
 # More cores than any slice has, to limit the size of a topology's arrays.
-_MOST_CORES = 2**20
+_MAX_CORES = 2**20
 _FORMAT = "keras_strategies.tpu.Topology"
-_MOST_CHARACTERS = 64 * _MOST_CORES
+_MAX_CHARACTERS = 64 * _MAX_CORES
 
 
 def _is_place(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _MOST_CORES
+    return type(value) is int and 0 <= value <= _MAX_CORES
 
 
 _PLACES = (_is_place,) * _RANK
@@ -287,9 +287,9 @@ def _check_mesh_shape(value: object) -> IntArray:
             "`mesh_shape` must be four positive integers: x, y, z, core. "
             f"Received: {shape.tolist()}."
         )
-    if shape.prod(dtype=float) > _MOST_CORES:
+    if shape.prod(dtype=float) > _MAX_CORES:
         raise ValueError(
-            f"A topology must have at most {_MOST_CORES} cores. Received: "
+            f"A topology must have at most {_MAX_CORES} cores. Received: "
             f"mesh_shape={shape.tolist()}."
         )
     return shape
@@ -374,7 +374,7 @@ def _parse(serialized: bytes | str) -> tuple[Any, Any]:
     check_type("`serialized`", serialized, kinds, "bytes or a str", fix)
     try:
         content = load_form(
-            serialized, _CONTENT, max_characters=_MOST_CHARACTERS
+            serialized, _CONTENT, max_characters=_MAX_CHARACTERS
         )
     except ValueError as error:
         raise ValueError(

@@ -70,9 +70,11 @@ class FullySharded:
 
     def __post_init__(self) -> None:
         fix = "Leave it out to shard over all replicas of a process."
-        check_number("shards", self.shards, fix, least=1)
+        check_number("shards", self.shards, fix, minimum=1)
         fix = "Pass 1 to shard every variable that can be sharded."
-        check_number("min_size", self.min_size, fix, least=1, is_optional=False)
+        check_number(
+            "min_size", self.min_size, fix, minimum=1, is_optional=False
+        )
         dtype = standardize_reduce_dtype(self.reduce_dtype)
         object.__setattr__(self, "reduce_dtype", dtype)
 
@@ -272,8 +274,8 @@ class Partitioner:
         if not isinstance(partitioner, FullySharded):
             return "chosen", f"{self.name} returned None for it."
         if math.prod(shape) < partitioner.min_size:
-            least = f"{partitioner.min_size:,}"
-            return "small", f"It has fewer entries than min_size={least}."
+            minimum = f"{partitioner.min_size:,}"
+            return "small", f"It has fewer entries than min_size={minimum}."
         if self._find_first(shape) is None:
             return (
                 "indivisible",

@@ -129,7 +129,7 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
     """
     _check_model(model)
     fix = "Pass the number of cores of a replica."
-    check_number("cores", cores, fix, least=1, is_optional=False)
+    check_number("cores", cores, fix, minimum=1, is_optional=False)
     by_pattern: dict[str, list[keras.Variable]] = {}
     for variable in model.variables:
         pattern = _make_pattern(variable.path)

@@ -283,11 +283,11 @@ class FailureDetector:
             return None
         if waits <= self.timeout_s:
             return self._find_absent(heartbeats, now)
-        most = max(heartbeat.programs for heartbeat in heartbeats.values())
-        behind = [p for p, h in heartbeats.items() if h.programs < most]
+        maximum = max(heartbeat.programs for heartbeat in heartbeats.values())
+        behind = [p for p, h in heartbeats.items() if h.programs < maximum]
         if not behind:
             text = (
-                f"all processes have waited for program {most} for "
+                f"all processes have waited for program {maximum} for "
                 f"{waits:.0f} s; it is too slow, or the processes have started "
                 "different programs"
             )
@@ -295,7 +295,7 @@ class FailureDetector:
             lines = [self._describe(p, now) for p in behind[:_SHOWN]]
             ahead = next(p for p in heartbeats if p not in behind)
             text = (
-                f"{'; '.join(lines)}; process {ahead} has started {most} "
+                f"{'; '.join(lines)}; process {ahead} has started {maximum} "
                 f"programs and has waited for {waits:.0f} s"
             )
         return Cause(text=text, code=ExitCode.STALLED)

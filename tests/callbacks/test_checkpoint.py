@@ -676,7 +676,7 @@ KINDS = {
             (first, second)
             for first in KINDS
             for second in KINDS
-            # Neither has an order of ours: the place in the endless pass
+            # Neither has an order of ours: the place in the infinite pass
             # counts.
             if (first, second) != ("generator", "grain")
         ],

@@ -49,7 +49,7 @@ def test_none_is_for_options():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_are_finite(value):
     with pytest.raises(ValueError, match="`x` must be finite. Received"):
-        check(value, is_whole=False, least=0)
+        check(value, is_whole=False, minimum=0)
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,8 @@ def test_an_epoch_s_batches_are_counted_from_the_iterator_s_first():
     before = adapter.made
     read(EpochIterator(adapter, steps_per_epoch=2), 1)
     assert adapter.made == before + 1
-    endless = Adapter(length=6, num_batches=2**62)
-    found = read(EpochIterator(endless, steps_per_epoch=2), 3)
+    infinite = Adapter(length=6, num_batches=2**62)
+    found = read(EpochIterator(infinite, steps_per_epoch=2), 3)
     assert [batch for _, batch in found] == [0, 1, 2, 3, 4, 5]
-    assert endless.made == 1
+    assert infinite.made == 1
     assert [begin for begin, _ in found] == [0, 1] * 3

@@ -160,7 +160,7 @@ def test_gpus_of_a_process_are_an_option_of_jax():
 
 
 @pytest.mark.skipif(
-    versions.parse_version(jax.__version__) < mutual_tls.LEAST_JAX,
+    versions.parse_version(jax.__version__) < mutual_tls.MIN_JAX,
     reason="jax >= 0.11.2",
 )
 def test_mutual_tls_has_these_options_and_arguments():

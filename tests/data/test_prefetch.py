@@ -62,7 +62,7 @@ def wait_for_threads():
 
 
 class Recorded:
-    """An endless iterator that tells what was asked of it."""
+    """An infinite iterator that tells what was asked of it."""
 
     def __init__(self, count=None):
         self.items = itertools.count()

@@ -127,9 +127,9 @@ def test_the_walk_of_a_row():
 @pytest.mark.parametrize(
     ("title", "most"), [("A row of data", 20), ("A plan", 14)]
 )
-def test_a_walk_goes_back_to_no_room_and_is_short(title, most):
+def test_a_walk_goes_back_to_no_room_and_is_short(title, maximum):
     listed = walk(title)
-    assert len(listed) <= most
+    assert len(listed) <= maximum
     left = rooms_left(listed)
     assert len(left) == len(set(left)), left
 

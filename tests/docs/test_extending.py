@@ -216,7 +216,7 @@ class NoParts(ks.data.Source):
         yield X[:4], Y[:4]
 
 
-class Endless(ks.data.Source):
+class Infinite(ks.data.Source):
     is_infinite = True
 
     def read(self, epoch, start, cut):
@@ -237,13 +237,13 @@ def off():
     [
         (lambda s, m: m.fit(NoParts(), verbose=0), TypeError, "ks.data.take"),
         (
-            lambda s, m: m.fit(Endless(), verbose=0),
+            lambda s, m: m.fit(Infinite(), verbose=0),
             ValueError,
             "needs a number of steps",
         ),
-        (lambda s, m: m.fit(Endless(), Y), ValueError, "`y`"),
+        (lambda s, m: m.fit(Infinite(), Y), ValueError, "`y`"),
         (
-            lambda s, m: s.experimental_distribute_dataset(Endless(), off()),
+            lambda s, m: s.experimental_distribute_dataset(Infinite(), off()),
             ValueError,
             "itself decides",
         ),
@@ -260,7 +260,7 @@ def test_what_makes_no_sense_with_a_source_is_refused(act, error, part):
 
 def test_an_infinite_source_takes_a_number_of_steps():
     model = model_of(mirrored(2))
-    model.fit(Endless(), steps_per_epoch=3, epochs=2, verbose=0)
+    model.fit(Infinite(), steps_per_epoch=3, epochs=2, verbose=0)
     assert int(model.optimizer.iterations) == 6
 
 

@@ -288,12 +288,12 @@ def test_input_that_ends_or_never_does():
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
 
     drawn = np.random.default_rng(1).random((4, 4), "float32")
-    endless = tf.data.Dataset.from_generator(
+    infinite = tf.data.Dataset.from_generator(
         lambda: (drawn[i % 4] for i in range(10**9)),
         output_types=tf.float32,
         output_shapes=tf.TensorShape([4]),
     )
-    iterator = iter(strategy.experimental_distribute_dataset(endless))
+    iterator = iter(strategy.experimental_distribute_dataset(infinite))
     for row in drawn:
         same = strategy.run(lambda x: x, args=(next(iterator),))
         np.testing.assert_array_equal(list_outputs(strategy, same), row)

@@ -34,7 +34,7 @@ def batches():
     return batches_of(X, Y)
 
 
-def endless():
+def infinite():
     return batches_of(X, Y, repeat=True)
 
 

@@ -75,11 +75,11 @@ def test_trained_evaluated_predicted_and_resumed(tmp_path, evaluates):
     fields = {"train_distribute": dividing(), "eval_distribute": given}
     ours, made = noted(tmp_path / "ours", **fields)
     for estimator in (alone, ours):
-        estimator.train(models.endless, max_steps=4)
+        estimator.train(models.infinite, max_steps=4)
     # Another Estimator resumes from the checkpoint of the first.
     ours, resumed = noted(tmp_path / "ours", **fields)
     for estimator in (alone, ours):
-        estimator.train(models.endless, max_steps=7)
+        estimator.train(models.infinite, max_steps=7)
     for _, model in [*made, *resumed]:
         assert is_divided(model)
         assert sum(slots_are_divided(model)) >= 6
@@ -100,7 +100,7 @@ def test_trained_evaluated_predicted_and_resumed(tmp_path, evaluates):
 @pytest.mark.slow
 def test_exported_and_warm_started(tmp_path):
     source, _ = noted(tmp_path / "source", train_distribute=dividing())
-    source.train(models.endless, max_steps=3)
+    source.train(models.infinite, max_steps=3)
     wanted = predicted(source)
     path = source.export_saved_model(tmp_path / "export", saved_model=False)
     loaded = keras.saving.load_model(
@@ -118,7 +118,7 @@ def test_exported_and_warm_started(tmp_path):
         target, made = noted(
             tmp_path / name, train_distribute=strategy, warm=source.model_dir
         )
-        target.train(models.endless, max_steps=2)
+        target.train(models.infinite, max_steps=2)
         targets.append(models.weights_of(target))
         if name == "eight":
             assert is_divided(made[0][1])

@@ -24,8 +24,8 @@ from tests.estimator.models import (
     arrays,
     assert_equal_weights,
     batches,
-    endless,
     estimator_of,
+    infinite,
     plain,
     weights_of,
     with_spec,
@@ -196,9 +196,9 @@ def test_wrong_argument_of_a_method_is_refused(
 
 def test_steps_add_and_max_steps_are_absolute(tmp_path, caplog):
     estimator = estimator_of(tmp_path)
-    assert estimator.train(endless, steps=2) is estimator
+    assert estimator.train(infinite, steps=2) is estimator
     assert step_of(estimator) == 2
-    estimator.train(endless, steps=3)
+    estimator.train(infinite, steps=3)
     assert step_of(estimator) == 5
     weights = weights_of(estimator)
     # Done already: not even input_fn is called.
@@ -211,7 +211,7 @@ def test_steps_add_and_max_steps_are_absolute(tmp_path, caplog):
         for asked in (5, 4)
     ]
     assert_equal_weights(weights_of(estimator), weights)
-    estimator.train(endless, max_steps=6)
+    estimator.train(infinite, max_steps=6)
     assert step_of(estimator) == 6
     # Another Estimator goes on, too.
     other = estimator_of(tmp_path)
@@ -292,14 +292,14 @@ def test_an_interrupted_call_is_completed_bit_for_bit(tmp_path, limit):
         )
 
     reference = made("reference")
-    reference.train(endless, steps=4)
-    reference.train(endless, **limit)
+    reference.train(infinite, steps=4)
+    reference.train(infinite, **limit)
     estimator = made("interrupted")
-    estimator.train(endless, steps=4)
+    estimator.train(infinite, steps=4)
     with pytest.raises(InterruptedError):
-        estimator.train(endless, hooks=[Failing(after=3)], **limit)
+        estimator.train(infinite, hooks=[Failing(after=3)], **limit)
     assert step_of(estimator) == 6
-    made("interrupted").train(endless, **limit)
+    made("interrupted").train(infinite, **limit)
     assert step_of(estimator) == 10
     assert_equal_weights(weights_of(estimator), weights_of(reference))
 
@@ -379,7 +379,7 @@ def test_listeners_are_told_of_checkpoints_that_are_complete(tmp_path):
         def after_save(self, session, global_step_value):
             complete.append(step_of(estimator))
 
-    estimator.train(endless, steps=5, saving_listeners=[listener, Looks()])
+    estimator.train(infinite, steps=5, saving_listeners=[listener, Looks()])
     assert complete == [2, 4, 5]
     assert listener.notes == [
         "begin",
@@ -395,10 +395,10 @@ def test_listeners_are_told_of_checkpoints_that_are_complete(tmp_path):
 
 def test_a_listener_can_end_the_training(tmp_path):
     estimator = estimator_of(tmp_path, save_checkpoints_steps=2)
-    estimator.train(endless, steps=9, saving_listeners=[Notes(stop_at=4)])
+    estimator.train(infinite, steps=9, saving_listeners=[Notes(stop_at=4)])
     assert step_of(estimator) == 4
     # That was the end of the call: the next one begins.
-    estimator.train(endless, steps=9)
+    estimator.train(infinite, steps=9)
     assert step_of(estimator) == 13
 
 
@@ -406,7 +406,7 @@ def test_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
     estimator = estimator_of(
         tmp_path, save_checkpoints_steps=1, keep_checkpoint_max=2
     )
-    estimator.train(endless, steps=5)
+    estimator.train(infinite, steps=5)
     kept = {path.name for path in tmp_path.iterdir() if path.name.isdigit()}
     assert kept == {"4", "5"}
 
@@ -431,7 +431,7 @@ def test_metrics_may_change_between_calls(tmp_path):
 
 def test_a_damaged_checkpoint_is_left_out(tmp_path):
     estimator = estimator_of(tmp_path, save_checkpoints_steps=1)
-    estimator.train(endless, steps=3)
+    estimator.train(infinite, steps=3)
     before = estimator.evaluate(arrays, checkpoint_path=str(tmp_path / "2"))
     file = max(
         (p for p in (tmp_path / "3" / "state").rglob("*") if p.is_file()),
@@ -465,7 +465,7 @@ def of_tensorflow():
     return tensorflow.data.Dataset.from_tensor_slices(({"a": X}, Y)).batch(8)
 
 
-def of_tensorflow_endless():
+def of_tensorflow_infinite():
     return of_tensorflow().repeat()
 
 
@@ -487,11 +487,11 @@ def of_grain():
     [
         slow(with_weights),
         batches,
-        slow(endless),
+        slow(infinite),
         Batches,
         of_grain,
         slow(of_tensorflow),
-        slow(of_tensorflow_endless),
+        slow(of_tensorflow_infinite),
         slow(of_torch),
     ],
 )
@@ -501,7 +501,7 @@ def test_input_may_be_what_fit_takes(tmp_path, input_fn):
     assert step_of(estimator) == 1
     results = estimator.evaluate(input_fn, steps=3)
     whole = estimator.evaluate(arrays)
-    if input_fn not in (endless, of_tensorflow_endless):
+    if input_fn not in (infinite, of_tensorflow_infinite):
         for name in whole:
             np.testing.assert_allclose(results[name], whole[name], rtol=1e-5)
     predictions = estimator.predict(input_fn)
@@ -839,7 +839,7 @@ def test_predictions_are_computed_as_they_are_asked_for(tmp_path):
     read = []
 
     def input_fn():
-        for batch in endless():
+        for batch in infinite():
             read.append(len(batch[1]))
             yield batch
 
@@ -924,7 +924,7 @@ def test_evaluation_notes_its_results(tmp_path):
     estimator = estimator_of(tmp_path)
     untrained = estimator.evaluate(arrays)
     assert untrained["global_step"] == 0
-    estimator.train(endless, steps=2)
+    estimator.train(infinite, steps=2)
     trained = estimator.evaluate(arrays)
     named = estimator.evaluate(batches, steps=1, name="first")
     assert estimator.eval_dir() == str(tmp_path / "eval")
@@ -935,7 +935,7 @@ def test_evaluation_notes_its_results(tmp_path):
     assert named["loss"] != trained["loss"]
     # A look at an old checkpoint.
     path = estimator.latest_checkpoint()
-    estimator.train(endless, steps=2)
+    estimator.train(infinite, steps=2)
     assert estimator.evaluate(arrays, checkpoint_path=path) == trained
 
 
@@ -945,7 +945,7 @@ def test_event_files_are_written_as_the_config_says(tmp_path, caplog):
     estimator = estimator_of(
         tmp_path, save_summary_steps=2, log_step_count_steps=3
     )
-    estimator.train(endless, steps=4)
+    estimator.train(infinite, steps=4)
     estimator.evaluate(arrays, name="first")
     files = {
         str(path.parent.relative_to(tmp_path))
@@ -963,7 +963,7 @@ def test_without_tensorboard_lines_are_logged(tmp_path, caplog, monkeypatch):
     estimator = estimator_of(
         tmp_path, save_summary_steps=2, log_step_count_steps=3
     )
-    estimator.train(endless, steps=4)
+    estimator.train(infinite, steps=4)
     estimator.evaluate(arrays)
     assert not list(tmp_path.rglob("events.out.tfevents.*"))
     lines = [text for text in caplog.messages if text.startswith("step ")]
@@ -976,7 +976,7 @@ def test_without_tensorboard_lines_are_logged(tmp_path, caplog, monkeypatch):
 
 def test_variables_are_those_of_the_newest_checkpoint(tmp_path):
     estimator = estimator_of(tmp_path)
-    estimator.train(endless, steps=3)
+    estimator.train(infinite, steps=3)
     names = estimator.get_variable_names()
     assert {
         "dense/kernel",
@@ -997,9 +997,9 @@ def test_variables_are_those_of_the_newest_checkpoint(tmp_path):
 def test_names_do_not_depend_on_what_was_made_before(tmp_path):
     keras.layers.Dense(1)
     estimator = estimator_of(tmp_path)
-    estimator.train(endless, steps=1)
+    estimator.train(infinite, steps=1)
     names = estimator.get_variable_names()
-    estimator.train(endless, steps=1)
+    estimator.train(infinite, steps=1)
     assert estimator.get_variable_names() == names
 
 
@@ -1008,7 +1008,7 @@ def test_names_do_not_depend_on_what_was_made_before(tmp_path):
 
 def test_warm_start_takes_weights_once(tmp_path):
     source = estimator_of(tmp_path / "source")
-    source.train(endless, steps=3)
+    source.train(infinite, steps=3)
     weights = weights_of(source)
     # Steps without an effect.
     frozen = {"rate": 0.0}
@@ -1018,24 +1018,24 @@ def test_warm_start_takes_weights_once(tmp_path):
     ):
         folder = tmp_path / "target"
         target = estimator_of(folder, params=frozen, warm=given)
-        target.train(endless, steps=1)
+        target.train(infinite, steps=1)
         assert step_of(target) == 1
         assert_equal_weights(weights_of(target), weights)
         shutil.rmtree(folder)
     target = estimator_of(tmp_path / "target", params=frozen)
-    target.train(endless, steps=1)
+    target.train(infinite, steps=1)
     own = weights_of(target)
     # Where there is a checkpoint, it counts.
     target = estimator_of(
         tmp_path / "target", params=frozen, warm=source.model_dir
     )
-    target.train(endless, steps=1)
+    target.train(infinite, steps=1)
     assert_equal_weights(weights_of(target), own)
 
 
 def test_warm_start_takes_some_weights(tmp_path):
     source = estimator_of(tmp_path / "source")
-    source.train(endless, steps=3)
+    source.train(infinite, steps=3)
     weights = weights_of(source)
     frozen = {"rate": 0.0}
     target = estimator_of(
@@ -1047,7 +1047,7 @@ def test_warm_start_takes_some_weights(tmp_path):
             var_name_to_prev_var_name={"dense_1/bias": "dense_1/bias"},
         ),
     )
-    target.train(endless, steps=1)
+    target.train(infinite, steps=1)
     found = weights_of(target)
     equal = {n for n in found if np.array_equal(found[n], weights[n])}
     assert equal == {"dense_1/kernel", "dense_1/bias"}
@@ -1090,19 +1090,19 @@ def test_wrong_settings_are_refused(settings, error, text):
 )
 def test_weights_that_are_not_there_are_refused(tmp_path, settings, text):
     source = estimator_of(tmp_path / "source")
-    source.train(endless, steps=1)
+    source.train(infinite, steps=1)
     target = estimator_of(
         tmp_path / "target",
         warm=ks.estimator.WarmStartSettings(source.model_dir, **settings),
     )
     with pytest.raises(ValueError, match=text):
-        target.train(endless, steps=1)
+        target.train(infinite, steps=1)
 
 
 def test_warm_start_needs_a_checkpoint(tmp_path):
     target = estimator_of(tmp_path / "a", warm=str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="needs a checkpoint"):
-        target.train(endless, steps=1)
+        target.train(infinite, steps=1)
 
 
 # Roles.

@@ -37,9 +37,9 @@ def work(folder):
     hook = ks.estimator.experimental.stop_if_lower_hook(
         estimator, "loss", 1e9, run_every_secs=None, run_every_steps=2
     )
-    estimator.train(models.endless, steps=9, hooks=[hook])
+    estimator.train(models.infinite, steps=9, hooks=[hook])
     stopped = int(estimator.get_variable_value("global_step"))
-    estimator.train(models.endless, max_steps=20, saving_listeners=[Listens()])
+    estimator.train(models.infinite, max_steps=20, saving_listeners=[Listens()])
     with_context = []
 
     def input_fn(input_context):
@@ -67,7 +67,7 @@ def work(folder):
 
 def test_processes_train_evaluate_and_predict_together(tmp_path):
     alone = models.estimator_of(tmp_path / "alone", save_checkpoints_steps=2)
-    alone.train(models.endless, max_steps=5)
+    alone.train(models.infinite, max_steps=5)
     expected = alone.evaluate(models.arrays)
     target = "estimator.test_processes:work"
     first, second = values_of(target, 2, tmp_path / "run", devices=1)

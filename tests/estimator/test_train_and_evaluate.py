@@ -17,8 +17,8 @@ from tests.estimator.models import (
     Y,
     arrays,
     batches,
-    endless,
     estimator_of,
+    infinite,
     weights_of,
 )
 from tests.support.combinations import combine, few
@@ -38,7 +38,7 @@ def eval_spec(**fields):
 
 
 def run(estimator, max_steps=5, hooks=None, listeners=None, **fields):
-    train_spec = ks.estimator.TrainSpec(endless, max_steps, hooks, listeners)
+    train_spec = ks.estimator.TrainSpec(infinite, max_steps, hooks, listeners)
     return ks.estimator.train_and_evaluate(
         estimator, train_spec, eval_spec(**fields)
     )
@@ -80,7 +80,7 @@ class Notes(ks.estimator.Exporter):
 def test_wrong_argument_is_refused(tmp_path, position):
     arguments = [
         estimator_of(tmp_path),
-        ks.estimator.TrainSpec(endless, 1),
+        ks.estimator.TrainSpec(infinite, 1),
         eval_spec(),
     ]
     arguments[position] = None
@@ -130,7 +130,7 @@ def test_without_max_steps_it_trains_on_all_data(tmp_path):
 
 def test_an_evaluation_changes_nothing_of_the_training(tmp_path):
     alone = estimator_of(tmp_path / "a", save_checkpoints_steps=2)
-    alone.train(endless, max_steps=5)
+    alone.train(infinite, max_steps=5)
     estimator = estimator_of(tmp_path / "b", save_checkpoints_steps=2)
     run(estimator)
     models.assert_equal_weights(weights_of(estimator), weights_of(alone))
@@ -141,7 +141,7 @@ def test_an_evaluation_changes_nothing_of_the_training(tmp_path):
 
 def test_exports_are_models_that_keras_loads(tmp_path):
     estimator = estimator_of(tmp_path / "model")
-    estimator.train(endless, steps=2)
+    estimator.train(infinite, steps=2)
     labels = tmp_path / "labels.txt"
     labels.write_text("a")
     base = tmp_path / "export"
@@ -216,7 +216,7 @@ def test_wrong_export_is_refused_and_leaves_nothing(
 @pytest.mark.parametrize("base", ["file", "file/export"])
 def test_export_into_a_file_is_refused(tmp_path, base):
     estimator = estimator_of(tmp_path / "model")
-    estimator.train(endless, steps=1)
+    estimator.train(infinite, steps=1)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(NotADirectoryError, match="`export_dir_base` must be a"):
         estimator.export_saved_model(tmp_path / base, saved_model=False)
@@ -227,7 +227,7 @@ def test_export_into_a_file_is_refused(tmp_path, base):
 def test_a_saved_model_is_served_by_tensorflow(tmp_path):
     tensorflow = pytest.importorskip("tensorflow")
     estimator = estimator_of(tmp_path)
-    estimator.train(endless, steps=2)
+    estimator.train(infinite, steps=2)
     before = os.umask(0o077)
     try:
         path = estimator.export_saved_model(tmp_path / "export")
@@ -241,7 +241,7 @@ def test_a_saved_model_is_served_by_tensorflow(tmp_path):
 
 def test_best_exporter_keeps_the_best_also_after_a_restart(tmp_path):
     estimator = estimator_of(tmp_path / "model")
-    estimator.train(endless, steps=1)
+    estimator.train(infinite, steps=1)
     path = estimator.latest_checkpoint()
 
     def export(exporter, loss, step):
@@ -290,7 +290,9 @@ def in_role(monkeypatch, kind, index=0):
 
 
 def test_an_evaluator_follows_until_the_last_step(tmp_path, monkeypatch):
-    estimator_of(tmp_path, save_checkpoints_steps=2).train(endless, max_steps=5)
+    estimator_of(tmp_path, save_checkpoints_steps=2).train(
+        infinite, max_steps=5
+    )
     in_role(monkeypatch, "evaluator")
     estimator = estimator_of(tmp_path)
     exporter = Notes()
@@ -304,7 +306,7 @@ def test_an_evaluator_ends_with_a_training_that_stops_early(
     tmp_path, monkeypatch
 ):
     trainer = estimator_of(tmp_path)
-    trainer.train(endless, max_steps=2)
+    trainer.train(infinite, max_steps=2)
     in_role(monkeypatch, "evaluator")
     estimator = estimator_of(tmp_path)
     monkeypatch.setattr(train_evaluate, "_POLL_S", 0.0)
@@ -314,7 +316,7 @@ def test_an_evaluator_ends_with_a_training_that_stops_early(
 
         def export(self, **arguments):
             if arguments["eval_result"]["global_step"] == 2:
-                trainer.train(endless, steps=1)
+                trainer.train(infinite, steps=1)
             return super().export(**arguments)
 
     exporter = Goes()
@@ -328,7 +330,7 @@ def test_an_evaluator_waits_no_longer_than_asked_for(tmp_path, monkeypatch):
     estimator = estimator_of(tmp_path, session_creation_timeout_secs=0.01)
     with pytest.raises(RuntimeError, match="no checkpoint in"):
         run(estimator)
-    trainer.train(endless, steps=1)
+    trainer.train(infinite, steps=1)
     # Of an earlier training, which nobody goes on with.
     metrics, _ = run(estimator, max_steps=100)
     assert metrics["global_step"] == 1
@@ -431,7 +433,7 @@ def test_training_ends_when_results_say_so(tmp_path, hook, arguments):
     made = getattr(experimental, hook)(
         estimator, *arguments, run_every_secs=None, run_every_steps=2
     )
-    estimator.train(endless, steps=9, hooks=[made])
+    estimator.train(infinite, steps=9, hooks=[made])
     # It is asked after the first step, as in tf, and not only after two.
     assert int(estimator.get_variable_value("global_step")) == 1
 
@@ -445,7 +447,7 @@ def test_whether_to_stop_is_asked_every_so_many_steps(tmp_path):
         run_every_secs=None,
         run_every_steps=3,
     )
-    estimator.train(endless, steps=8, hooks=[made])
+    estimator.train(infinite, steps=8, hooks=[made])
     assert asked == [1, 4, 7]
 
 
@@ -493,7 +495,7 @@ def test_result_that_is_not_there_is_named(tmp_path):
     records.append(estimator.eval_dir(), 1, {"loss": 1.0})
     hook = experimental.stop_if_lower_hook(estimator, "colour", 1)
     with pytest.raises(ValueError, match="'colour'; the results are .'loss'"):
-        estimator.train(endless, steps=2, hooks=[hook])
+        estimator.train(infinite, steps=2, hooks=[hook])
     for arguments in ((3, 1), ("loss", "a")):
         with pytest.raises(TypeError):
             experimental.stop_if_lower_hook(estimator, *arguments)
@@ -512,7 +514,7 @@ def test_in_memory_evaluation_is_that_of_a_checkpoint(tmp_path, replicas):
     hook = experimental.InMemoryEvaluatorHook(
         estimator, arrays, name="memory", every_n_iter=2
     )
-    estimator.train(endless, steps=5, hooks=[hook])
+    estimator.train(infinite, steps=5, hooks=[hook])
     found = records.read(estimator.eval_dir("memory"))
     assert list(found) == [0, 2, 4, 5]
     for step in (2, 4, 5):
@@ -577,7 +579,7 @@ def test_an_estimator_of_a_model_begins_with_its_weights(tmp_path, by_path):
     np.testing.assert_allclose(
         first["out"], model.predict({"a": X}, verbose=0)[0], atol=1e-6
     )
-    estimator.train(endless, steps=2)
+    estimator.train(infinite, steps=2)
     assert estimator.get_variable_value("optimizer/adam/iteration") == 3
     assert not np.array_equal(weights_of(estimator)["out/kernel"], before[0])
     for value, old in zip(model.get_weights(), before, strict=True):

@@ -126,7 +126,7 @@ FIGURES = [
             "link_seconds": {"all-reduce": 0.125},
             "waiting_seconds": {},
             "dearest": {"gather in a layer": 0.1},
-            "endless": {},
+            "infinite": {},
             "compile_seconds": 3.5,
             "counts": {"all-reduce": 2},
             "sent": {"all-reduce": 64.0},

@@ -211,9 +211,9 @@ def test_the_rows_that_fit_are_those_of_the_gpu_s_memory():
     )
     assert few.fits
     assert many.bytes_in_all > 0.7 * LIMIT
-    assert many.most_rows == pytest.approx(few.most_rows, rel=0.02)
-    assert many.is_most_verified
-    assert not few.is_most_verified
+    assert many.max_rows == pytest.approx(few.max_rows, rel=0.02)
+    assert many.is_max_verified
+    assert not few.is_max_verified
 
 
 def test_more_gpus_than_rows_are_told():

@@ -11,7 +11,7 @@ from tests.support.mistakes import assert_text
 from tests.support.plain_keras import mirrored
 
 
-class Endless:
+class Infinite:
     """An object that can be indexed without end, as a Keras variable can."""
 
     def __getitem__(self, index):
@@ -56,7 +56,7 @@ def test_one_variable_in_run(pair):
 
 
 def test_other_objects_are_refused():
-    for wrong in (Endless(), 3.0, [np.ones(2)], np.ones(2)):
+    for wrong in (Infinite(), 3.0, [np.ones(2)], np.ones(2)):
         with pytest.raises(TypeError, match="only Keras variables") as caught:
             ks.value_and_grad(lambda: 1.0, wrong)
         assert_text(caught, "jax.grad")

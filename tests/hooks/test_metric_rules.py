@@ -256,16 +256,16 @@ def test_asks_for_each_form_of_a_call():
 class Varied(Highest):
     """A sum of errors, or their maximum."""
 
-    most_rows = 99
+    max_rows = 99
 
     def update_state(self, y_true, y_pred, kind="sum"):
         errors = ops.mean(ops.abs(y_true - y_pred), axis=-1)
-        is_sum = kind == "sum" and y_pred.shape[0] <= self.most_rows
+        is_sum = kind == "sum" and y_pred.shape[0] <= self.max_rows
         self.value.assign_add((ops.sum if is_sum else ops.max)(errors))
 
 
 def change_attribute(metric):
-    metric.most_rows = 7
+    metric.max_rows = 7
     return VECTORS
 
 

@@ -56,7 +56,7 @@ def host(tmp_path):
         ("0,-1,1", 8, 1),
         ("GPU-2b8c1c1e-3d2a,GPU-aa", 8, 2),
         ("MIG-2b8c1c1e-3d2a,MIG-aa", 8, 1),
-        ("0," * 100_000, 0, local_gpus._MOST_GPUS),
+        ("0," * 100_000, 0, local_gpus._MAX_GPUS),
         ("9" * 100_000, 8, 0),
         ("0;1", 8, 0),
         ("٣", 8, 0),

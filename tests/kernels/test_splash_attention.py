@@ -91,11 +91,13 @@ def test_it_is_attention(case):
     [(3, 2, 2), pytest.param(4, 2, 1, marks=pytest.mark.slow)],
 )
 def test_rows_of_a_mask_array_are_computed_in_groups(
-    monkeypatch, rows, most, heads
+    monkeypatch, rows, maximum, heads
 ):
     bytes_of_a_row = 2 * 8 * 128 * 6
-    monkeypatch.setattr(splash_attention, "_TABLE_BYTES", most * bytes_of_a_row)
-    assert splash_attention.count_rows_at_once(2, 128, 128) == most
+    monkeypatch.setattr(
+        splash_attention, "_TABLE_BYTES", maximum * bytes_of_a_row
+    )
+    assert splash_attention.count_rows_at_once(2, 128, 128) == maximum
     scores = RNG.random((rows, heads, 128, 128)) > 0.5
     scores[-1, 0, :50] = False
     lengths = {"queries_length": 128, "keys_length": 128}

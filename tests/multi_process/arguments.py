@@ -23,7 +23,7 @@ X, Y = scenarios.data(30)
 COUNT = 2  # Processes; one process does as these would.
 
 
-def endless(rows, size):
+def infinite(rows, size):
     while True:
         yield from scenarios.generator(rows, size)
 
@@ -40,12 +40,12 @@ def fit(model, *args, **kwargs):
 
 
 def steps_per_epoch(strategy, model):
-    return fit(model, endless(30, 8), steps_per_epoch=3, epochs=4)
+    return fit(model, infinite(30, 8), steps_per_epoch=3, epochs=4)
 
 
 def steps_per_execution(strategy, model):
     model.steps_per_execution = 3
-    return fit(model, endless(30, 8), steps_per_epoch=5, epochs=3)
+    return fit(model, infinite(30, 8), steps_per_epoch=5, epochs=3)
 
 
 def validation_data(strategy, model):
@@ -60,7 +60,7 @@ def validation_generator(strategy, model):
     return fit(
         model,
         scenarios.Batches(30, 8),
-        validation_data=endless(13, 4),
+        validation_data=infinite(13, 4),
         validation_steps=3,
         validation_freq=2,
         epochs=4,
@@ -96,7 +96,7 @@ def early_stopping(strategy, model):
     second = fit(
         model, scenarios.Batches(30, 8), epochs=9, callbacks=[StopEarly()]
     )
-    third = fit(model, endless(30, 8), steps_per_epoch=2)
+    third = fit(model, infinite(30, 8), steps_per_epoch=2)
     return [first, second, third]
 
 

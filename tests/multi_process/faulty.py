@@ -21,7 +21,7 @@ from tests.multi_process import restarted
 from tests.multi_process.restarted import CHECKPOINTS, FOLDER, TASK
 
 FAULT, REACHED = FOLDER / "fault.json", FOLDER / "reached"
-LONGEST_S = 120.0
+MAX_SECONDS = 120.0
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 SAVING = re.compile(r"(\d+)\.(saving|orbax-checkpoint-tmp)")
 
@@ -55,7 +55,7 @@ def stop_here(where):
     temporary = FOLDER / "reached.new"
     temporary.write_text(f"{os.getpid()} {where}")
     temporary.rename(REACHED)
-    end = time.monotonic() + LONGEST_S
+    end = time.monotonic() + MAX_SECONDS
     while FAULT.exists() and time.monotonic() < end:
         time.sleep(0.01)
 

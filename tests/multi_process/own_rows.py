@@ -30,13 +30,13 @@ def name_case(files, pipeline, size, policy):
     return f"{files} {pipeline} {size} {policy}"
 
 
-def is_endless(pipeline):
+def is_infinite(pipeline):
     return "repeat" in pipeline
 
 
 def known(pipeline):
     """The pipeline with the same rows whose batch size tf knows."""
-    return "shuffle.repeat.map.batch" if is_endless(pipeline) else "map.batch"
+    return "shuffle.repeat.map.batch" if is_infinite(pipeline) else "map.batch"
 
 
 def write_files(folder):
@@ -100,7 +100,7 @@ def _repeated(records):
 def read(strategy, folder, case):
     """The numbers of the rows that this process's replicas get."""
     batches = strategy.experimental_distribute_dataset(dataset(folder, *case))
-    stop = STEPS if is_endless(case[1]) else None
+    stop = STEPS if is_infinite(case[1]) else None
     return [
         numbers(part)
         for x, _ in itertools.islice(batches, stop)

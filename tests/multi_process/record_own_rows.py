@@ -132,7 +132,7 @@ def _fit(strategy, folder, case):
     model.fit(
         own_rows.dataset(folder, *case),
         steps_per_epoch=own_rows.STEPS
-        if own_rows.is_endless(case[1])
+        if own_rows.is_infinite(case[1])
         else None,
         verbose=0,
     )

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from keras_strategies.job.mutual_tls import CERT, LEAST_JAX
+from keras_strategies.job.mutual_tls import CERT, MIN_JAX
 from keras_strategies.names.versions import parse_version
 from tests.multi_process.startup import train
 from tests.multi_process.test_startup import free_addresses, in_turn
@@ -11,7 +11,7 @@ from tests.support.certificates import make_certificates, sign
 
 pytestmark = pytest.mark.multi_process
 
-HAS_TLS = parse_version(jax.__version__) >= LEAST_JAX
+HAS_TLS = parse_version(jax.__version__) >= MIN_JAX
 needs_tls = pytest.mark.skipif(not HAS_TLS, reason="jax >= 0.11.2")
 
 

@@ -57,7 +57,7 @@ def check_tf(case, read, recorded):
     assert read == recorded[own_rows.name_case(files, form, size, policy)], name
     if files == "even" and size % 2 == 0:
         assert read == recorded[name], name
-    if not own_rows.is_endless(pipeline):
+    if not own_rows.is_infinite(pipeline):
         assert rows_in_order(read) == rows_in_order(recorded[name]), name
         assert len(recorded[name]) - len(read) in (0, 1), name
 

@@ -60,7 +60,7 @@ class Fault:
 def draw(chance):
     """Draws the faults; not three in a row before a step, which end a job."""
     places = ["save", "cache"] * EACH + ["steps"] * (EACH - 3) + ["start"] * 3
-    most = {"save": 60, "cache": 6, "steps": 30, "start": 1}
+    maximum = {"save": 60, "cache": 6, "steps": 30, "start": 1}
     while True:
         chance.shuffle(places)
         if not re.search("S{3}", "".join("sS"[p in AT_START] for p in places)):
@@ -69,7 +69,7 @@ def draw(chance):
         Fault(
             place=place,
             victim=chance.choice(VICTIMS),
-            number=chance.randrange(most[place]) + 8 * (place == "steps"),
+            number=chance.randrange(maximum[place]) + 8 * (place == "steps"),
             # All of the file's bytes, none or some.
             share=min(max(chance.uniform(-0.3, 1.3), 0.0), 1.0),
         )

@@ -173,11 +173,11 @@ def test_no_device_holds_a_whole_model_while_it_is_built(
     # devices of a process divide.
     target = f"{ROOM}:building"
     for value in values_of(target, num_processes, 12, 1024, devices=devices):
-        most, held = value
+        maximum, held = value
         # What was sent last is held until more is sent.
         assert held < 151 / devices + 4.2 + 1, value
         # A variable, and its copy on its way from the chief.
-        assert most < held + 2 * 4.2, value
+        assert maximum < held + 2 * 4.2, value
 
 
 CASES_OF_PARITY = (

@@ -42,6 +42,6 @@ def test_one_flat_buffer_is_found_out(found):
 def test_gradients_are_held_twice_at_most(found):
     # A replica's own, and their sums. The rest are activations, which grow with
     # the rows.
-    for model, most in {"mlp, few rows": 2.1, "mlp": 2.2}.items():
+    for model, maximum in {"mlp, few rows": 2.1, "mlp": 2.2}.items():
         memory = found["ours"][model]
-        assert memory["temporaries"] <= most * memory["weights"]
+        assert memory["temporaries"] <= maximum * memory["weights"]

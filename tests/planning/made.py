@@ -33,7 +33,7 @@ def times(
         latency_seconds=latency,
         host_seconds=host,
         utilization=utilization,
-        most_utilization=None if utilization is None else utilization + 0.1,
+        max_utilization=None if utilization is None else utilization + 0.1,
     )
 
 
@@ -58,7 +58,7 @@ def step(**given):
         "sent": {"all-gather": 3e9, "reduce-scatter": 1.5e9},
         "estimate": times(),
         "tokens": 2048,
-        "most_rows": 7,
+        "max_rows": 7,
         "is_full_effort": True,
         "compile_seconds": 12.5,
     }

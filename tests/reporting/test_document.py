@@ -95,7 +95,7 @@ def test_the_file_keeps_the_latest_starts_only(tmp_path):
         )
     files.save_report(tmp_path, report)
     assert files.load_report(tmp_path) == report
-    assert len(report["starts"]) == files.MOST_STARTS
+    assert len(report["starts"]) == files.MAX_STARTS
     assert report["num_starts"] == 250
     assert report["num_repeated"] == 2 * 249
     assert os.listdir(tmp_path) == [files.NAME]

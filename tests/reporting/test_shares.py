@@ -183,7 +183,7 @@ def test_causes_of_hundreds_of_arrays_are_short(tmp_path):
     assert all(
         len(one["cause"]) < 250 for one in figures["compilations"]["causes"]
     )
-    assert size * document.MOST_STARTS < 2 << 20
+    assert size * document.MAX_STARTS < 2 << 20
 
 
 def test_a_number_that_no_float_holds_is_one_line(tmp_path, capsys):

@@ -230,11 +230,11 @@ def test_what_rows_say_is_each_replicas_own():
     strategy = mirrored(3)
     with strategy.scope():
         rows = keras.Variable(0.0, aggregation="sum")
-        most = ks.merge(keras.Variable(0, dtype="int32"), "max")
+        maximum = ks.merge(keras.Variable(0, dtype="int32"), "max")
 
     def fn(x):
         rows.assign_add(float(x.shape[0]))
-        most.assign(x.shape[0] + 0 * most.value)
+        maximum.assign(x.shape[0] + 0 * maximum.value)
         count = ks.get_replica_context().all_reduce("sum", jnp.ones(()))
         return count * x.shape[0], jnp.zeros((2,)) + x.shape[0]
 
@@ -246,7 +246,7 @@ def test_what_rows_say_is_each_replicas_own():
     assert [float(value) for value in values] == [9.0, 0.0, 15.0]
     values = strategy.experimental_local_results(counts)
     assert [value.tolist() for value in values] == [[3] * 2, [0] * 2, [5] * 2]
-    assert (float(rows), int(most)) == (16.0, 5)
+    assert (float(rows), int(maximum)) == (16.0, 5)
 
 
 def test_random_numbers_are_drawn_as_often_as_the_longest_replica_draws():

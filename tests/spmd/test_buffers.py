@@ -32,8 +32,8 @@ def make_arrays(*sizes, dtype="float32"):
 
 @pytest.mark.parametrize("rule", [IN_PROCESS, BETWEEN_PROCESSES])
 def test_larger_arrays_share_no_buffer(rule):
-    most = rule.max_entries
-    arrays = make_arrays(most, most + 1, 1, most)
+    maximum = rule.max_entries
+    arrays = make_arrays(maximum, maximum + 1, 1, maximum)
     assert rule.groups(arrays) == [[0, 2, 3]]
 
 
@@ -44,9 +44,11 @@ def test_a_buffer_of_one_array_is_not_made():
 
 def test_small_arrays_of_few_shapes_share_buffers():
     large = make_arrays(*[IN_PROCESS.max_entries + 1] * 3)
-    most = make_arrays(*range(1, IN_PROCESS.max_shapes + 1), *[8] * 200)
-    assert [len(g) for g in IN_PROCESS.groups(most + large)] == [len(most)]
-    more = most + make_arrays(IN_PROCESS.max_shapes + 1)
+    maximum = make_arrays(*range(1, IN_PROCESS.max_shapes + 1), *[8] * 200)
+    assert [len(g) for g in IN_PROCESS.groups(maximum + large)] == [
+        len(maximum)
+    ]
+    more = maximum + make_arrays(IN_PROCESS.max_shapes + 1)
     assert IN_PROCESS.groups([*more, *large]) == []
     assert [len(g) for g in BETWEEN_PROCESSES.groups(more)] == [len(more)]
 

@@ -53,7 +53,7 @@ def test_only_one_thread_starts_programs_on_several_gpus(
 
 
 def test_program_on_gpus_does_not_wait_for_the_last_one():
-    class Endless:
+    class Infinite:
         def block_until_ready(self):
             raise AssertionError
 
@@ -63,7 +63,7 @@ def test_program_on_gpus_does_not_wait_for_the_last_one():
     mesh = types.SimpleNamespace(
         platform="gpu", devices=(None, None), num_processes=1
     )
-    outputs = [dispatch(mesh, lambda: ((Endless(),),)) for _ in range(2)]
+    outputs = [dispatch(mesh, lambda: ((Infinite(),),)) for _ in range(2)]
     assert len(outputs) == 2
 
 

@@ -141,10 +141,10 @@ def sum_from_two(x):
 
 @pytest.mark.parametrize("replicas", [1, 2, 8])
 @pytest.mark.parametrize("least", [1, 2])
-def test_sums_depend_on_a_condition(replicas, least):
-    data = np.arange(replicas, dtype="float32") + least
+def test_sums_depend_on_a_condition(replicas, minimum):
+    data = np.arange(replicas, dtype="float32") + minimum
     doubled, zeros = mapped(sum_from_two, replicas, split_out=True)(data)
-    is_summed = least == 2
+    is_summed = minimum == 2
     expected = np.full(replicas, 2 * data.sum()) if is_summed else 2 * data
     np.testing.assert_array_equal(doubled, expected)
     np.testing.assert_array_equal(zeros, np.zeros(replicas))

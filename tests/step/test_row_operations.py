@@ -68,7 +68,7 @@ def kernel(x):
 
 
 def halve(row):
-    """Halves a row until it is small: each row in another number of turns."""
+    """Halves a row until it is small: with its own number of iterations."""
     row = lax.stop_gradient(row)
     return lax.while_loop(
         lambda x: jnp.max(jnp.abs(x)) > 0.3, lambda x: 0.5 * x, row

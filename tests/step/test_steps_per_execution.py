@@ -161,13 +161,13 @@ def test_an_epoch_ends_at_steps_per_epoch(steps_per_epoch):
     taken = []
 
     def act(model):
-        def endless():
+        def infinite():
             for pair in batches:
                 taken.append(pair)
                 yield pair
 
         options = {"steps_per_epoch": steps_per_epoch, "epochs": 3}
-        history = model.fit(endless(), shuffle=False, verbose=0, **options)
+        history = model.fit(infinite(), shuffle=False, verbose=0, **options)
         return history.history, int(model.optimizer.iterations)
 
     (plain, weights), _ = run_both(one_input, act, **COMPILED[1])

@@ -61,14 +61,14 @@ def test_steps_compile_with_the_collectives_they_need(topology, shape, model):
 @pytest.mark.parametrize(
     ("model", "least"), [("mlp", 1.9), ("transformer", 1.25)]
 )
-def test_cores_that_share_a_model_hold_less_of_it(model, least):
+def test_cores_that_share_a_model_hold_less_of_it(model, minimum):
     sizes = [
         compile_steps("v5e:4x4", shape, model, ("train",))["train"]
         for shape in [(1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, 1)]
     ]
     first, second, third = (program.argument_bytes for program in sizes)
-    assert first > least * second
-    assert second > least * third
+    assert first > minimum * second
+    assert second > minimum * third
 
 
 def test_steps_compute_in_the_policy_asked_for():

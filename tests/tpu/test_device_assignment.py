@@ -71,8 +71,8 @@ def make_both(name, missing=0):
 
 def count_cores(topology, shape):
     cores = math.prod(topology.mesh_shape.tolist())
-    most = max(cores // max(math.prod(shape or (1,)), 1), 1)
-    return sorted({1, 2, 3, max(most - 1, 1), most, most + 1})
+    maximum = max(cores // max(math.prod(shape or (1,)), 1), 1)
+    return sorted({1, 2, 3, max(maximum - 1, 1), maximum, maximum + 1})
 
 
 def get_result_or_error(function, *args):

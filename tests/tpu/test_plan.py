@@ -72,7 +72,7 @@ def test_candidates_of_a_slice():
         assert step.estimate.seconds > 0
         assert 0 < step.estimate.utilization <= 1
         assert step.tokens == LENGTH
-        assert step.most_rows > 100
+        assert step.max_rows > 100
     replicated, slots, sharded, model = found.steps
     assert model.num_replicas == 4
     assert (replicated.rows, model.rows) == (16, 4)
@@ -135,7 +135,7 @@ def test_the_most_rows_fit_and_one_more_does_not():
         .plan(wide, (x, x), "v5e:2x2", "replicated", verify=True, **QUIET)
         .steps
     )
-    assert step.is_most_verified
+    assert step.is_max_verified
     strategy = ks.TPUStrategy.for_topology("v5e:2x2")
     with strategy.scope():
         model = wide()
@@ -144,9 +144,9 @@ def test_the_most_rows_fit_and_one_more_does_not():
         x = jax.ShapeDtypeStruct((rows * 4, 2**20), "float32")
         return strategy.compile_step(model, (x, x))
 
-    compiled(step.most_rows)
+    compiled(step.max_rows)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        compiled(step.most_rows + 1)
+        compiled(step.max_rows + 1)
 
 
 def test_what_does_not_fit_says_what_it_needs():

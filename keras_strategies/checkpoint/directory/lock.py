@@ -31,7 +31,7 @@ LOCK = ".lock"
 _logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 4096
-_MOST_PROCESSES = 2**32
+_MAX_PROCESSES = 2**32
 # The latest valid time, in seconds since 1970: Python's dates end in 9999.
 _LAST_TIME = 2.0**37
 _POLL_SECONDS = 0.05
@@ -302,7 +302,7 @@ def _read_writer(descriptor: int) -> Writer:
         content = load_json(text, max_characters=_MAX_BYTES)
     entries = content if isinstance(content, dict) else {}
     host, number, since = map(entries.get, ("host", "pid", "since"))
-    is_number = type(number) is int and 0 < number < _MOST_PROCESSES
+    is_number = type(number) is int and 0 < number < _MAX_PROCESSES
     is_time = isinstance(since, float) and 0 < since < _LAST_TIME
     return Writer(
         host=host if isinstance(host, str) else "",

@@ -198,9 +198,9 @@ class Keep:
     num_best: int = 1
 
     def __post_init__(self):
-        check_number("`last`", self.last, _COUNT, least=0)
+        check_number("`last`", self.last, _COUNT, minimum=0)
         check_number(
-            "`num_best`", self.num_best, _COUNT, least=1, is_optional=False
+            "`num_best`", self.num_best, _COUNT, minimum=1, is_optional=False
         )
         check_number(
             "`every_n_hours`",

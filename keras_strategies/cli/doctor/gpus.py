@@ -88,8 +88,8 @@ def check_gpus(
         except (RuntimeError, ValueError) as error:
             findings.append(make_problem(error))
         else:
-            taken = ", ".join(map(str, gpus or ())) or "all visible GPUs"
-            rows.append(("GPUs of this process", taken))
+            shown = ", ".join(map(str, gpus or ())) or "all visible GPUs"
+            rows.append(("GPUs of this process", shown))
             if not gpus and info.process_id is None:
                 findings.append(_EVALUATOR)
     return Part(title="GPUs", rows=tuple(rows), findings=tuple(findings))

@@ -30,7 +30,7 @@ from keras_strategies.keras_bridge.backend import is_switched_on
 from keras_strategies.names import versions
 from keras_strategies.names.phases import read_steps
 
-LEAST_PYTHON = (3, 11)
+MIN_PYTHON = (3, 11)
 # Optional modules, the extras that install them, and what they are used for.
 _EXTRAS = (
     ("tensorflow", "tensorflow", "datasets of tf.data"),
@@ -62,11 +62,11 @@ def check_packages(
         ("keras_strategies", keras_strategies.__version__),
     ]
     findings = []
-    if python < LEAST_PYTHON:
-        old, least = map(versions.format_version, (python, LEAST_PYTHON))
+    if python < MIN_PYTHON:
+        old, minimum = map(versions.format_version, (python, MIN_PYTHON))
         fix = "Create a virtual environment with a newer Python."
-        findings.append(problem(f"Python {old} is older than {least}.", fix))
-    for package in versions.LEAST:
+        findings.append(problem(f"Python {old} is older than {minimum}.", fix))
+    for package in versions.MINIMUM:
         version = get_version(package)
         rows.append((package, version or "not installed"))
         findings += _check_package(package, version)
@@ -84,14 +84,15 @@ def check_packages(
 
 def _check_package(package: str, version: str | None) -> Iterator[Finding]:
     fix = f"pip install --upgrade '{versions.make_requirement(package)}'"
-    least, below = versions.LEAST[package], versions.BELOW.get(package)
+    minimum, below = versions.MINIMUM[package], versions.BELOW.get(package)
     number = versions.parse_version(version or "")
     if version is None:
         yield problem(f"{package} is not installed.", fix)
-    elif number < least:
+    elif number < minimum:
         yield problem(
             f"{package} {version} is older than "
-            f"{versions.format_version(least)}, the oldest supported version.",
+            f"{versions.format_version(minimum)}, the oldest supported "
+            "version.",
             fix,
         )
     elif below and number >= below:
@@ -151,7 +152,7 @@ def check_tls(
     jax = versions.parse_version(get_version("jax") or "")
     try:
         is_on = mutual_tls.has_mutual_tls(
-            environ, is_supported=jax >= mutual_tls.LEAST_JAX
+            environ, is_supported=jax >= mutual_tls.MIN_JAX
         )
     except ValueError as error:
         return [("mutual TLS", "faulty")], [make_problem(error)]

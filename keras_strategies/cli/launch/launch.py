@@ -27,7 +27,7 @@ _HOST = "127.0.0.1"
 _FILES_PER_PROCESS = 4
 _OTHER_FILES = 64
 _WRONG_ARGUMENTS = 2
-_MOST_PROCESSES = 4096
+_MAX_PROCESSES = 4096
 
 
 def launch(
@@ -125,9 +125,9 @@ def find_problem(
             "this command runs only on Linux and macOS. On this system, start "
             "each process yourself."
         )
-    if not 1 <= num_processes <= _MOST_PROCESSES:
+    if not 1 <= num_processes <= _MAX_PROCESSES:
         return (
-            f"--processes must be from 1 to {_MOST_PROCESSES}. Received: "
+            f"--processes must be from 1 to {_MAX_PROCESSES}. Received: "
             f"{num_processes}. Pass, for example, --processes 2."
         )
     if devices_per_process is not None and devices_per_process < 1:
@@ -212,15 +212,15 @@ def _find_limit_problem(num_processes: int) -> str:
     import resource  # This module does not exist on Windows.
 
     needed = _FILES_PER_PROCESS * num_processes + _OTHER_FILES
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    if most == unlimited or needed <= most:
+    if maximum == unlimited or needed <= maximum:
         if limit != unlimited and needed > limit:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, maximum))
         return ""
     return (
         f"{num_processes} processes need {needed} open files. Received: a "
-        f"limit of {most}. Raise the limit (`ulimit -n`), or start fewer "
+        f"limit of {maximum}. Raise the limit (`ulimit -n`), or start fewer "
         "processes."
     )
 

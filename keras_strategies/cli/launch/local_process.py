@@ -21,7 +21,7 @@ from keras_strategies.watchdog.launcher_pipe import LAUNCHER_FD
 
 _CHUNK = 65536
 # Longer lines are printed in several parts, so that they cannot use up memory.
-_LONGEST_LINE = 1 << 20
+_MAX_LINE = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _STDOUT, _STDERR = 1, 2
 _NAMES = {_STDOUT: "stdout", _STDERR: "stderr"}
@@ -204,7 +204,7 @@ class Child:
         rest = b""
         while chunk := os.read(stream.fileno(), _CHUNK):
             *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) > _LONGEST_LINE:
+            if len(rest) > _MAX_LINE:
                 lines, rest = [*lines, rest], b""
             for line in lines:
                 self._output.write(file, self._format_line(line))

@@ -9,10 +9,10 @@ from keras_strategies.job.progress_pipe import Progress
 
 # How often in a row the job may end at the same step: by an error in the
 # script, which is then raised again, or by the same signal or exit code.
-_MOST_ERRORS = 2
-_MOST_EQUAL_ENDS = 3
+_MAX_ERRORS = 2
+_MAX_EQUAL_ENDS = 3
 _FIRST_WAIT_S = 1.0
-_LONGEST_WAIT_S = 60.0
+_MAX_WAIT_S = 60.0
 _CHECKPOINTS = (
     "the script trains without checkpoints, and would begin again. Use "
     "`ks.callbacks.Checkpoint` or `ks.checkpoint.CheckpointManager`"
@@ -38,13 +38,13 @@ class RestartRules:
     """Decides whether a job that has ended is started again.
 
     Args:
-      most: The largest number of restarts.
+      maximum: The largest number of restarts.
       min_processes: The least number of processes of the cluster. If a process
         cannot start, the job continues with fewer processes.
     """
 
-    def __init__(self, most: int, min_processes: int) -> None:
-        self._most = most
+    def __init__(self, maximum: int, min_processes: int) -> None:
+        self._most = maximum
         self._min_processes = min_processes
         self.num_restarts = 0
         # How the job ended before: its end and step, and how often it ended so
@@ -98,9 +98,9 @@ class RestartRules:
         where = f" after step {step}" if step else ""
         if is_error and end.num_errors > 1 and not progress.has_trained:
             return f"the script failed in {end.num_errors} processes"
-        if is_error and self._num_equal_ends >= _MOST_ERRORS:
+        if is_error and self._num_equal_ends >= _MAX_ERRORS:
             return f"the script failed twice{where}"
-        if self._num_equal_ends >= _MOST_EQUAL_ENDS:
+        if self._num_equal_ends >= _MAX_EQUAL_ENDS:
             return (
                 f"this happened {self._num_equal_ends} times in a row"
                 f"{where or ' before the first step'}"
@@ -147,7 +147,7 @@ class RestartRules:
             self._checkpoint, self._num_in_vain = progress.checkpoint, 0
         wait = _FIRST_WAIT_S * 2.0**self._num_in_vain
         self._num_in_vain += 1
-        return min(wait, _LONGEST_WAIT_S)
+        return min(wait, _MAX_WAIT_S)
 
 
 def run_with_restarts(

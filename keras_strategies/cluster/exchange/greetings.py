@@ -23,7 +23,7 @@ MAX_BYTES = 65_536
 _MAX_SHOWN, _MAX_TEXT = 160, 4000
 # The upper bound of process numbers, of counts of processes, and of times in
 # seconds.
-MOST = 2**31
+MAX = 2**31
 
 
 # The roles of the senders of proofs. Sender and receiver must use the same
@@ -66,7 +66,7 @@ def parse_hello(text: bytes) -> dict[str, Any] | None:
     form = HELLO_KINDS | {"nonce?": job_secret.is_nonce}
     if problem_of(message, form) is not None:
         return None
-    if max(abs(message["process"]), abs(message["count"])) > MOST:
+    if max(abs(message["process"]), abs(message["count"])) > MAX:
         return None
     return message
 

@@ -34,7 +34,7 @@ _NUM_KEPT = 64
 # Up to this number of processes, every process reads the messages of every
 # other one. With more processes, the first process reads all messages and
 # sends them to all, so that the number of reads grows only linearly.
-_MOST_RECEIVED_BY_ALL = 4
+_MAX_RECEIVED_BY_ALL = 4
 _SAME_CALLS = (
     "All processes must call fit, evaluate and predict, and iterate over "
     "datasets, in the same order and with the same number of epochs."
@@ -223,7 +223,7 @@ class Agreement:
 
         Otherwise, each process receives them from each other process.
         """
-        return len(self._processes) > _MOST_RECEIVED_BY_ALL
+        return len(self._processes) > _MAX_RECEIVED_BY_ALL
 
     def _receive_all(
         self, client: Any, number: int, sent: str, is_stopped: IsStopped | None

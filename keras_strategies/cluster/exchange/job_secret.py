@@ -19,7 +19,7 @@ Its value must be the same in all processes.
 MAKE = "openssl rand -hex 32"
 """A command that prints a new secret."""
 
-_LEAST, _MOST = 16, 1024
+_MIN, _MAX = 16, 1024
 _CONTEXT = "keras_strategies rendezvous 1"
 _NONCE_BYTES = 32
 
@@ -92,9 +92,9 @@ def read_secret(environ: Mapping[str, str]) -> Secret | None:
     text = environ.get(VARIABLE, "").strip()
     if not text:
         return None
-    if not _LEAST <= len(text) <= _MOST:
+    if not _MIN <= len(text) <= _MAX:
         raise ValueError(
-            f"{VARIABLE} must be a secret of {_LEAST} to {_MOST} characters, "
+            f"{VARIABLE} must be a secret of {_MIN} to {_MAX} characters, "
             f"the same in all processes of a job. Received: {len(text)} "
             f"characters. Use the output of `{MAKE}`, or unset the variable."
         )

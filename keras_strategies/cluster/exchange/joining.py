@@ -7,8 +7,8 @@ from typing import Any
 from keras_strategies.cluster.exchange import job_secret
 from keras_strategies.cluster.exchange.greetings import (
     ANOTHER,
+    MAX,
     MAX_BYTES,
-    MOST,
     ONLY_HERE,
     PROCESS,
     PROCESS_0,
@@ -112,7 +112,7 @@ class _Guest:
                 if isinstance(message.get("verdict"), str):
                     return clean_text(message["verdict"])
                 left_s: Any = message.get("left_s")
-                if type(left_s) not in (int, float) or not 0 <= left_s <= MOST:
+                if type(left_s) not in (int, float) or not 0 <= left_s <= MAX:
                     return None
                 # Process 0 may have started later than this process, so its
                 # remaining time determines the deadline.

@@ -24,7 +24,7 @@ Form = Any
 MAX_MESSAGE = 64 << 20
 """The maximum length of another process's text, in characters."""
 
-_MOST = 2**53
+_MAX = 2**53
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ def is_count(value: object) -> TypeGuard[int]:
     A float can represent all of these numbers exactly. The function can be
     used as a `Form`.
     """
-    return type(value) is int and 0 <= value < _MOST
+    return type(value) is int and 0 <= value < _MAX
 
 
 def problem_of(value: object, form: Form, name: str = "it") -> str | None:

@@ -31,8 +31,8 @@ from typing import Any
 from keras_strategies.cluster.addresses import join_few
 from keras_strategies.cluster.exchange import job_secret
 from keras_strategies.cluster.exchange.greetings import (
+    MAX,
     MAX_BYTES,
-    MOST,
     NOT_THERE,
     PROCESS,
     PROCESS_0,
@@ -285,7 +285,7 @@ class _Host:
         self._selector.unregister(connection)
         del self._pending[connection]
         self._joined[connection] = nonces
-        self._send(connection, {"left_s": min(self._compute_left_s(), MOST)})
+        self._send(connection, {"left_s": min(self._compute_left_s(), MAX)})
         process = hello["process"]
         problem = self._find_problem(process, hello)
         self._hellos.setdefault(process, hello)

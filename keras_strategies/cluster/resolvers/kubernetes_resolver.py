@@ -223,9 +223,9 @@ def read_pod_of_job(environ: Mapping[str, str], port: int) -> PodOfJob:
             "Job's "
             "`parallelism` (docs/clusters.md)."
         )
-    count = read_number(environ, name, "the manifest", least=1)
+    count = read_number(environ, name, "the manifest", minimum=1)
     name = _find_first(environ, _INDICES) or _INDICES[0]
-    index = read_number(environ, name, _SETTER, most=count - 1)
+    index = read_number(environ, name, _SETTER, maximum=count - 1)
     name = _find_first(environ, _PORTS)
     if name is not None:
         port = read_port(environ, name, "the manifest")

@@ -105,17 +105,17 @@ class SlurmClusterResolver(ClusterResolver):
         environ = choose_environ(environ)
         rank = read_number(environ, _PROCESS_ID, SETTER)
         if jobs is None:
-            num_tasks = read_number(environ, _NUM_TASKS, SETTER, least=1)
+            num_tasks = read_number(environ, _NUM_TASKS, SETTER, minimum=1)
             jobs = {"worker": num_tasks}
         hosts = _read_hosts(environ, tasks_per_node)
         _check_counts(jobs, hosts, rank)
-        most_on_host = max(count for _, count in hosts)
+        max_on_host = max(count for _, count in hosts)
         bound = _count_bound_gpus(environ) if gpus_per_node is None else 0
         gpus = _compute_gpus_per_task(
-            environ, gpus_per_node, gpus_per_task, most_on_host, bound
+            environ, gpus_per_node, gpus_per_task, max_on_host, bound
         )
         check_port(port_base, "`port_base`")
-        check_port(port_base + most_on_host - 1, "The last task's port")
+        check_port(port_base + max_on_host - 1, "The last task's port")
         places = place_tasks(environ, hosts, rank)
         local = places[rank][1]
         self._num_accelerators = {"GPU": gpus}
@@ -199,14 +199,14 @@ def _check_counts(
 
 
 def _check_count(count: object, what: str) -> None:
-    check_number(what, count, "Pass a number such as 4.", least=0)
+    check_number(what, count, "Pass a number such as 4.", minimum=0)
 
 
 def _compute_gpus_per_task(
     environ: Mapping[str, str],
     gpus_per_node: int | None,
     gpus_per_task: int | None,
-    most_on_host: int,
+    max_on_host: int,
     bound: int,
 ) -> int:
     """Returns the number of GPUs of each task; `bound` if SLURM bound them."""
@@ -215,13 +215,13 @@ def _compute_gpus_per_task(
     if bound and gpus_per_task is None:
         return bound
     if gpus_per_node is None:
-        gpus_per_node = most_on_host * bound or _count_visible_gpus(environ)
+        gpus_per_node = max_on_host * bound or _count_visible_gpus(environ)
     if gpus_per_task is None:
-        return gpus_per_node // most_on_host
-    if most_on_host * gpus_per_task > gpus_per_node:
+        return gpus_per_node // max_on_host
+    if max_on_host * gpus_per_task > gpus_per_node:
         raise RuntimeError(
             "Requested more GPUs per node than available. The tasks on a host "
-            f"do not share GPUs. Received: {most_on_host} tasks with "
+            f"do not share GPUs. Received: {max_on_host} tasks with "
             f"{gpus_per_task} GPUs each on a host with {gpus_per_node} GPUs. "
             "Lower `gpus_per_task`, or correct `gpus_per_node`."
         )

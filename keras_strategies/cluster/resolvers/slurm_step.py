@@ -11,7 +11,7 @@ SETTER = "srun, in a SLURM step"
 """The program that sets the variables, for error messages."""
 
 _MAX_HOSTS = 100_000
-_LONGEST = 253
+_MAX_LENGTH = 253
 """The maximum length of a host's name, as in DNS."""
 _PARTS = re.compile(r"\[[^\[\]]*\]|[^\[\],]+|,", re.ASCII)
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
@@ -43,7 +43,10 @@ def expand_hostlist(hostlist: str) -> list[str]:
         count = math.prod(map(len, choices))
         if len(hosts) + count > _MAX_HOSTS:
             raise _make_error(hostlist, "it has too many hosts")
-        if sum(max(map(len, names), default=0) for names in choices) > _LONGEST:
+        if (
+            sum(max(map(len, names), default=0) for names in choices)
+            > _MAX_LENGTH
+        ):
             raise _make_error(hostlist, "a host's name is too long")
         hosts += ["".join(host) for host in itertools.product(*choices)]
     return hosts
@@ -100,7 +103,7 @@ def place_tasks(
     References:
       https://slurm.schedmd.com/srun.html#OPT_distribution
     """
-    places = _deal(hosts, _read_turn_size(environ, hosts))
+    places = _deal(hosts, _read_round_size(environ, hosts))
     if environ.get(_HOST) in dict(hosts) and environ.get(_LOCAL_ID):
         actual = environ[_HOST], read_number(environ, _LOCAL_ID, SETTER)
         if places[rank] != actual:
@@ -154,27 +157,27 @@ def _make_error(hostlist: str, problem: str) -> ValueError:
     )
 
 
-def _read_turn_size(
+def _read_round_size(
     environ: Mapping[str, str], hosts: Sequence[tuple[str, int]]
 ) -> int:
-    """Returns the number of consecutive tasks that a host receives per turn."""
+    """Returns the number of consecutive tasks that a host gets per round."""
     distribution = environ.get(_DISTRIBUTION, "").partition(":")[0].lower()
     if distribution == "cyclic":
         return 1
     if distribution == "plane" and environ.get(_PLANE_SIZE):
-        return read_number(environ, _PLANE_SIZE, SETTER, least=1)
+        return read_number(environ, _PLANE_SIZE, SETTER, minimum=1)
     return max(count for _, count in hosts)
 
 
 def _deal(
-    hosts: Sequence[tuple[str, int]], turn_size: int
+    hosts: Sequence[tuple[str, int]], round_size: int
 ) -> list[tuple[str, int]]:
-    turns = range(0, max(count for _, count in hosts), turn_size)
+    rounds = range(0, max(count for _, count in hosts), round_size)
     return [
         (host, local)
-        for first in turns
+        for first in rounds
         for host, count in hosts
-        for local in range(first, min(first + turn_size, count))
+        for local in range(first, min(first + round_size, count))
     ]
 
 

@@ -83,14 +83,18 @@ class TorchrunClusterResolver(ClusterResolver):
     @property
     def num_processes(self) -> int:
         """The number of training processes: the value of WORLD_SIZE."""
-        return read_number(self._environ_now, _NUM_PROCESSES, _SETTER, least=1)
+        return read_number(
+            self._environ_now, _NUM_PROCESSES, _SETTER, minimum=1
+        )
 
     def _find_task_type(self) -> str:
         return "worker"
 
     def _find_task_id(self) -> int:
         last = self.num_processes - 1
-        return read_number(self._environ_now, _PROCESS_ID, _SETTER, most=last)
+        return read_number(
+            self._environ_now, _PROCESS_ID, _SETTER, maximum=last
+        )
 
     def _find_address(
         self, task_type: str | None, task_id: int | None

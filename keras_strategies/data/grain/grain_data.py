@@ -37,9 +37,9 @@ _NUM_THREADS = 4
 # can resume from them.
 _NUM_STATES = 64
 # In grain, `repeat()` makes a dataset of `sys.maxsize` elements, and a later
-# `batch` divides this number. So a dataset with at least `_ENDLESS` elements
+# `batch` divides this number. So a dataset with at least `_UNLIMITED` elements
 # counts as infinite.
-_ENDLESS = 2**40
+_UNLIMITED = 2**40
 
 
 class GrainSource(LoadedSource):
@@ -108,7 +108,7 @@ class _MapBatches:
         self.is_by_rows = self.stacked is not None
         self._process_rows = ProcessRows()
         self._checksum = compute_checksum(dataset)
-        self.is_infinite = self._len >= _ENDLESS
+        self.is_infinite = self._len >= _UNLIMITED
         self.length = None if self.is_infinite else self._len
         self.batch_size = self.num_rows = None
         if self.stacked is not None:
@@ -282,7 +282,7 @@ def _warn_of_lost_rows(dataset: Dataset) -> None:
         return
     rows = len(sampler) if hasattr(sampler, "__len__") else 0
     lost = rows % options.shard_count
-    if lost and rows < _ENDLESS and _loses_remainders():
+    if lost and rows < _UNLIMITED and _loses_remainders():
         grain = sys.modules["grain"]
         warnings.warn(
             "This version of grain loses rows of a `DataLoader` if the number "

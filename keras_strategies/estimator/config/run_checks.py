@@ -11,11 +11,11 @@ from keras_strategies.estimator.seam import (
 )
 
 _NUMBERS: dict[str, dict[str, Any]] = {
-    "save_summary_steps": {"least": 0},
-    "save_checkpoints_steps": {"least": 0},
-    "keep_checkpoint_max": {"least": 0},
-    "log_step_count_steps": {"least": 1},
-    "save_checkpoints_secs": {"least": 0, "is_whole": False},
+    "save_summary_steps": {"minimum": 0},
+    "save_checkpoints_steps": {"minimum": 0},
+    "keep_checkpoint_max": {"minimum": 0},
+    "log_step_count_steps": {"minimum": 1},
+    "save_checkpoints_secs": {"minimum": 0, "is_whole": False},
     "keep_checkpoint_every_n_hours": {"above": 0, "is_whole": False},
     "session_creation_timeout_secs": {"above": 0, "is_whole": False},
     "tf_random_seed": {},

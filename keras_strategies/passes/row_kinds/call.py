@@ -23,7 +23,7 @@ class Call:
 
     Attributes:
       equation: The equation.
-      twin: The same equation in a trace with more rows, or None if there is
+      retraced: The same equation in a trace with more rows, or None if there is
         only one trace.
       kinds: The `Kind` of each operand.
       num_rows: The number of rows of the batch.
@@ -31,7 +31,7 @@ class Call:
     """
 
     equation: Any
-    twin: Any
+    retraced: Any
     kinds: list[Kind]
     num_rows: int
     ratio: float
@@ -49,7 +49,7 @@ class Call:
     @property
     def equations(self) -> list[Any]:
         """The equation in each of the traces."""
-        return [e for e in (self.equation, self.twin) if e is not None]
+        return [e for e in (self.equation, self.retraced) if e is not None]
 
     def shape(self, k: int = 0) -> tuple[int, ...]:
         """Returns the shape of operand `k`."""
@@ -60,11 +60,11 @@ class Call:
         return self.equation.outvars[k].aval.shape
 
     def grown_dims(self, k: int = 0) -> list[int]:
-        """Returns operand `k`'s dimensions whose size differs in the twin."""
+        """Returns operand `k`'s dimensions whose size differs when retraced."""
         return _changing([e.invars[k] for e in self.equations])
 
     def out_grown_dims(self, k: int = 0) -> list[int]:
-        """Returns result `k`'s dimensions whose size differs in the twin."""
+        """Returns result `k`'s dimensions whose size differs when retraced."""
         return _changing([e.outvars[k] for e in self.equations])
 
     def make_mixed(self) -> Kind:

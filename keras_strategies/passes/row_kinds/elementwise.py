@@ -115,7 +115,7 @@ def _power_of_constants(call: Call) -> float:
 
     With only one trace the exponent is unknown and assumed to be 0.
     """
-    if call.twin is None:
+    if call.retraced is None:
         return 0.0
     kinds = call.kinds
     is_sum = call.name in ("add", "sub", "add_any", "select_n")
@@ -305,7 +305,7 @@ def _power_of_rows(
     are_fixed = all(map(is_constant, constants))
     if name in ("add", "sub", "add_any"):
         is_same, power = same_power(of_rows[0].power, of_rows[-1].power)
-        if is_known and call.twin is not None:
+        if is_known and call.retraced is not None:
             are_fixed = all(power_in(kind, call) == power for kind in constants)
         elif constants:
             is_same = power in (0.0, None)
@@ -333,7 +333,7 @@ def _power_of_cases(call: Call) -> tuple[bool, float | None]:
         return is_fixed and all(kind.is_plain for kind in cases), None
     powers = {
         kind.power
-        if kind.is_rows or call.twin is None
+        if kind.is_rows or call.retraced is None
         else power_in(kind, call)
         for kind in cases
     }

@@ -64,7 +64,7 @@ def map_over_rows(
 
 
 def _find_terms(equation: Equation) -> list[list[Any]] | None:
-    """Returns what each turn adds to each part of the carry, or None."""
+    """Returns what each iteration adds to each part of the carry, or None."""
     body: Jaxpr = equation.params["jaxpr"].jaxpr
     _, carry, _ = stages.scan_operands(equation, body.invars)
     return find_terms(body, carry)
@@ -132,13 +132,13 @@ def _map(equation: Equation, terms: list[list[Any]]) -> ClosedJaxpr:
     body: Jaxpr = closed.jaxpr
     outputs = [*itertools.chain(*terms), *body.outvars[len(terms) :]]
     needed = stages.needed_equations(body.eqns, outputs, lambda _: False)
-    turn = jaxpr_as_fun(
+    iterate = jaxpr_as_fun(
         closed.replace(jaxpr=body.replace(eqns=needed, outvars=outputs))
     )
 
     def compute(*operands: Array) -> list[Any]:
         consts, carry, scanned = stages.scan_operands(equation, operands)
-        of_row = functools.partial(turn, *consts, *carry)
+        of_row = functools.partial(iterate, *consts, *carry)
         length = equation.params["length"]
         results = jax.vmap(of_row, axis_size=length)(*scanned)
         for k, added in enumerate(terms):

@@ -155,7 +155,7 @@ class Interpreter:
             return [self._marked_both_ways(equations, kinds[0])]
         call = Call(
             equation=equation,
-            twin=equations[-1] if len(equations) > 1 else None,
+            retraced=equations[-1] if len(equations) > 1 else None,
             kinds=kinds,
             num_rows=self._num_rows,
             ratio=self._ratio,

@@ -50,7 +50,7 @@ def by_rows(call: Call) -> list[Kind]:
 
     places, is_unsure = list(map(find_rows, operands)), False
     for k, kind in enumerate(call.kinds):
-        is_by_chance = kind.is_const and call.twin is None and places[k]
+        is_by_chance = kind.is_const and call.retraced is None and places[k]
         if is_by_chance and not kind.is_flat(0, *sizes[0]):
             places[k], is_unsure = {}, True
     kinds = _by_rows(call, places, list(map(find_rows, results)))

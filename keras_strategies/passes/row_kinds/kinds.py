@@ -33,7 +33,7 @@ CONST, ROWS, SUM, MIXED = "const", "rows", "sum", "mixed"
 MEAN_POWER = -1.0
 """The exponent (`Kind.power`) of a mean over rows."""
 
-_MOST_ENTRIES = 1 << 20
+_MAX_ENTRIES = 1 << 20
 """The size above which the values of captured arrays are not inspected."""
 
 
@@ -307,7 +307,7 @@ def kind_of_arrays(arrays: Sequence[Any]) -> Kind:
     if any(
         isinstance(a, Tracer)
         or jnp.issubdtype(jnp.result_type(a), jax.dtypes.extended)
-        or not 0 < np.size(a) <= _MOST_ENTRIES
+        or not 0 < np.size(a) <= _MAX_ENTRIES
         for a in arrays
     ):
         return PLAIN

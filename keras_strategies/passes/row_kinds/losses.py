@@ -68,7 +68,7 @@ def losses_in(
     traced: ClosedJaxpr,
     data: Sequence[int],
     num_rows: int,
-    twin: ClosedJaxpr | None = None,
+    retraced: ClosedJaxpr | None = None,
 ) -> Finding:
     """Decides whether the losses marked in a trace are means over the rows.
 
@@ -76,25 +76,25 @@ def losses_in(
       traced: The closed jaxpr of a step.
       data: The positions of those inputs whose dimension 0 is the rows.
       num_rows: The number of rows.
-      twin: A trace of the same step with more rows. Without it, the verdict is
-        `UNSURE` if there is a constant that may depend on the number of rows,
-        and uses of this number elsewhere are not found.
+      retraced: A trace of the same step with more rows. Without it, the verdict
+        is `UNSURE` if there is a constant that may depend on the number of
+        rows, and uses of this number elsewhere are not found.
     """
-    jaxprs = [traced] if twin is None else [traced, twin]
+    jaxprs = [traced] if retraced is None else [traced, retraced]
     inner = traced.jaxpr
     inputs = [
         make_rows(0) if k in data else PLAIN for k in range(len(inner.invars))
     ]
     ratio = 1.0
-    if twin is not None and data:
-        ratio = twin.jaxpr.invars[data[0]].aval.shape[0] / num_rows
+    if retraced is not None and data:
+        ratio = retraced.jaxpr.invars[data[0]].aval.shape[0] / num_rows
     interpreter = Interpreter(num_rows, ratio)
     try:
         outputs = interpreter.interpret(jaxprs, inputs)
     except Different:
         return Finding(verdict=Verdict.MIXED, counting=True)
     finding = _make_finding(interpreter)
-    if twin is None:
+    if retraced is None:
         return dataclasses.replace(
             finding, counting=None, unshown=None, logs=()
         )

@@ -209,7 +209,7 @@ def _multiply_constants(
         # A sum over the rows of random numbers.
         return make_sum(power)
     product = join_plain(call.kinds).but(blocks=blocks)
-    return product if call.twin is None else product.but(power=power)
+    return product if call.retraced is None else product.but(power=power)
 
 
 def _place_of_dim(call: Call, k: int, dim: int) -> int | None:
@@ -224,8 +224,8 @@ def _place_of_dim(call: Call, k: int, dim: int) -> int | None:
         return batch[k].index(dim)
 
     def free(side: int) -> list[int]:
-        taken = (*contracted[side], *batch[side])
-        return other_dims(call.shape(side), taken)
+        used = (*contracted[side], *batch[side])
+        return other_dims(call.shape(side), used)
 
     start = len(batch[0]) + (len(free(0)) if k == 1 else 0)
     return start + free(k).index(dim)

@@ -46,13 +46,13 @@ def kinds_of_results(call: Call) -> list[Kind]:
     num = len(call.equation.outvars)
     if call.name in RANDOM:
         return [_random(call, k) for k in range(num)]
-    if call.name in ("reduce_scatter", "psum_scatter") and call.twin:
+    if call.name in ("reduce_scatter", "psum_scatter") and call.retraced:
         return [_scatter_rows(call)]
     if call.name in _REDUCTIONS and reduced_dims(call.equation):
         return [_reduce_dims(call, k) for k in range(num)]
     if call.name in _GLOBAL:
         wrong = find_mixed(call.kinds)
-        if call.name in _GATHERS and call.twin and _counts_or_scales(call):
+        if call.name in _GATHERS and call.retraced and _counts_or_scales(call):
             wrong = wrong or call.make_mixed()
         is_gathered = any(map(call.out_grown_dims, range(num)))
         exact = PLAIN.but(is_global=True, is_gathered=is_gathered)
@@ -119,7 +119,7 @@ def _reduce_dims(call: Call, k: int) -> Kind:
         dataclasses.replace(
             call,
             equation=reduce(call.equation),
-            twin=call.twin and reduce(call.twin),
+            retraced=call.retraced and reduce(call.retraced),
             kinds=call.kinds[k : k + 1],
         )
     )
@@ -191,7 +191,7 @@ def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
         if is_gathered or not (kind.is_random or _counts_rows(call, out)):
             return kind.but(is_global=True, is_gathered=is_gathered, power=0.0)
         kind = kind.but(is_global=False)
-    if call.twin is None or kind.is_mixed:
+    if call.retraced is None or kind.is_mixed:
         return kind
     if kind.is_const:
         is_lost = _loses_rows(call, out)
@@ -251,7 +251,7 @@ def _has_same_scalars(call: Call) -> bool:
     if is_convolution and reductions.has_groups_of_rows(call):
         # The numbers of groups are multiples of the numbers of rows.
         return True
-    return _scalars(call.equation) == _scalars(call.twin)
+    return _scalars(call.equation) == _scalars(call.retraced)
 
 
 def _scalars(equation: JaxprEqn) -> list[Any]:

@@ -67,7 +67,7 @@ def has_other_code(equations: Sequence[Any]) -> bool:
     """Returns whether the traces of a part consist of other equations.
 
     A part may compute some numbers of rows in another way, such as loops that
-    compute several rows in each turn.
+    compute several rows in each iteration.
     """
     if not is_part(equations[0]):
         return False
@@ -161,7 +161,7 @@ def _believe(call: Call, part: _Part) -> Kind:
         for c in derivatives
         if not c.kinds[0].is_zero
     }
-    if call.twin is None:
+    if call.retraced is None:
         # Another trace shows which dimensions have the rows.
         powers = {None}
     if len(rows) != 1 or len(powers) > 1 or not (are_separate and are_plain):

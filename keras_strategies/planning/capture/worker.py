@@ -145,7 +145,9 @@ class Worker:
         """
         if self._request.function:
             return self._plan_candidate(_make_function_candidate(self._request))
-        devices = make_devices(self._request.topology, has_endless_memory=True)
+        devices = make_devices(
+            self._request.topology, has_unlimited_memory=True
+        )
         _clear_output()
         return self.plan_script(devices)
 

@@ -132,7 +132,8 @@ def iter_candidates(
     else:
         names = lib.check_topologies(topologies)
         slices = {
-            name: make_devices(name, has_endless_memory=True) for name in names
+            name: make_devices(name, has_unlimited_memory=True)
+            for name in names
         }
 
     @functools.cache

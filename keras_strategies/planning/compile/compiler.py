@@ -37,11 +37,11 @@ from keras_strategies.planning.seam import (
 )
 
 _FOLDER = "keras_strategies"
-_MOST_JOBS = 8
+_MAX_JOBS = 8
 _BYTES_OF_JOB = 3e9
 """Bytes of host memory needed to compile a large program."""
-_VERSION = 7
-_MOST_BYTES = 10_000
+_VERSION = 8
+_MAX_BYTES = 10_000
 _PACKAGES = (
     *("jax", "jaxlib", "libtpu"),
     *("jax-cuda12-pjrt", "jax-cuda13-pjrt"),
@@ -199,7 +199,7 @@ def find_cache_folder() -> pathlib.Path | None:
         return None
 
 
-def count_jobs(most: int = _MOST_JOBS) -> int:
+def count_jobs(maximum: int = _MAX_JOBS) -> int:
     """Returns how many compilations to run in parallel.
 
     The number depends on the machine's cores and free memory.
@@ -209,7 +209,7 @@ def count_jobs(most: int = _MOST_JOBS) -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # For example, on macOS.
         cores, free = 2, 2 * _BYTES_OF_JOB
-    return max(min(cores, int(free // _BYTES_OF_JOB), most, _MOST_JOBS), 1)
+    return max(min(cores, int(free // _BYTES_OF_JOB), maximum, _MAX_JOBS), 1)
 
 
 def _compile(
@@ -284,8 +284,8 @@ def _read(path: pathlib.Path) -> Outcome | None:
     """Returns the result in a cache file; None if it is absent or invalid."""
     try:
         with untrusted.open_regular(path) as file:
-            raw = file.read(_MOST_BYTES + 1)
-        return _parse(untrusted.load_json(raw, max_characters=_MOST_BYTES))
+            raw = file.read(_MAX_BYTES + 1)
+        return _parse(untrusted.load_json(raw, max_characters=_MAX_BYTES))
     except (OSError, ValueError):
         return None
 

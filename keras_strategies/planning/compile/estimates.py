@@ -62,12 +62,12 @@ def estimate(
     links = sum(costs.link_seconds.values()) / steps
     latency = costs.latency_seconds / steps
     host = HOST_SECONDS / steps
-    least = max(compute, memory, links, latency, host)
+    minimum = max(compute, memory, links, latency, host)
     waits, hidden = costs.waiting_seconds, _HIDDEN
     if scheduled is not None and not scheduled.unread:
         waits, hidden = scheduled.waiting_seconds, ()
     waiting = sum(n for kind, n in waits.items() if kind not in hidden)
-    seconds = max((costs.busy_seconds + waiting) / steps, least)
+    seconds = max((costs.busy_seconds + waiting) / steps, minimum)
 
     def utilization(took: float) -> float | None:
         if model_flops is None or not took:
@@ -82,7 +82,7 @@ def estimate(
         latency_seconds=latency,
         host_seconds=host,
         utilization=utilization(seconds),
-        most_utilization=utilization(least),
+        max_utilization=utilization(minimum),
     )
 
 
@@ -114,9 +114,9 @@ def describe_unknown(costs: Costs) -> str:
             "The times are unknown, because the compiler wrote the program in "
             f"a form that this version cannot parse ({costs.unread})."
         )
-    if not costs.endless:
+    if not costs.unknown_loops:
         return ""
-    names = ", ".join(costs.endless)
+    names = ", ".join(costs.unknown_loops)
     return (
         f"The number of iterations of a loop is unknown ({names}), so the "
         "time of one iteration is counted."

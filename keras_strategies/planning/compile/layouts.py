@@ -21,7 +21,7 @@ _WORD = re.compile(r"(?P<name>[a-z]+)(:(?P<number>[1-9]\d{0,5}))?", re.ASCII)
 _EXAMPLES = (
     "'replicated', 'slots', 'sharded:64', 'model:4' or 'sharded+model:4'"
 )
-_MOST_DIVIDED = 256
+_MAX_DIVIDED = 256
 """Number of chips in the largest sharding group of the default layouts."""
 
 
@@ -151,7 +151,7 @@ def list_layouts(num_devices: int, default_shards: int | None) -> list[Layout]:
         return layouts
     layouts += [Layout(divides="slots"), Layout(divides="all")]
     if default_shards is not None and default_shards < num_devices:
-        number = min(num_devices, _MOST_DIVIDED)
+        number = min(num_devices, _MAX_DIVIDED)
         if number > default_shards:
             layouts.append(Layout(divides="all", shards=number))
     return layouts

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from keras_strategies.planning.compile.compiler import DoesNotFit, Outcome
 from keras_strategies.planning.program.costs import Costs
 
-_MOST_ROWS = 2**24
+_MAX_ROWS = 2**24
 _NARROW = 8
 _PARTS = 16
 _BEYOND = 1.02
@@ -132,7 +132,7 @@ def memory_breakdown(
 
 
 def find_max_rows(
-    guess: int, limit: float, fits: Try, most_tries: int
+    guess: int, limit: float, fits: Try, max_tries: int
 ) -> tuple[int, bool]:
     """Finds the largest number of rows that fits, by compiling for several.
 
@@ -145,7 +145,7 @@ def find_max_rows(
       limit: The bytes that a program may use on a device.
       fits: A function that compiles the step for a number of rows. It returns
         whether it fits, and the bytes that it needs (None if unknown).
-      most_tries: The maximum number of tries.
+      max_tries: The maximum number of tries.
 
     Returns:
       The largest tried number of rows that fits, and whether it is verified
@@ -154,18 +154,18 @@ def find_max_rows(
     low, of_low = 0, 0.0
     high: int | None = None
     of_high: float | None = None
-    tried = min(max(guess, 1), _MOST_ROWS)
-    for _ in range(most_tries):
+    tried = min(max(guess, 1), _MAX_ROWS)
+    for _ in range(max_tries):
         is_fitting, needed = fits(tried)
         if is_fitting:
             low, of_low = tried, limit / 2 if needed is None else needed
         else:
             high, of_high = tried, needed
         if high is None:
-            if low >= _MOST_ROWS:
+            if low >= _MAX_ROWS:
                 break
             more = low * limit / max(of_low, 1.0) * _BEYOND
-            tried = min(max(math.ceil(more), low + 1), _MOST_ROWS)
+            tried = min(max(math.ceil(more), low + 1), _MAX_ROWS)
             continue
         if high - low == 1:
             return low, True

@@ -42,7 +42,7 @@ between a fifth less and half more."""
 _QUICK_SECONDS = 30.0
 """If compiling a model at low effort takes less than this time, compiling it at
 full effort is considered quick. Full effort takes up to twelve times longer."""
-_MOST_TRIES = 24
+_MAX_TRIES = 24
 _MORE = {"gpu": 15}
 """The number of additional rows of the second program, as a multiple of the
 rows of the first program; by default 3. With fewer, their bytes might not be
@@ -213,7 +213,7 @@ class _Planning:
             )
             row = self._describe_step(low, line)
         if self.effort.is_verified and self._is_absent and self._limit:
-            row = self._verify_most_rows(row, line)
+            row = self._verify_max_rows(row, line)
         return self._add_advice(row, first)
 
     def _is_in_doubt(self, line: Line) -> bool:
@@ -250,13 +250,13 @@ class _Planning:
             for f in x.figures
             if isinstance(f, Costs)
         )
-        most = self._find_most_rows(line)
+        maximum = self._find_max_rows(line)
         facts: dict[str, Any] = {
             "is_full_effort": line.is_full,
             "tokens": self._step.tokens,
             "compile_seconds": took,
             "memory": memory_breakdown(self._step.state_bytes(), line),
-            "most_rows": most,
+            "max_rows": maximum,
             "bytes_in_all": get_bytes(figures),
         }
         if isinstance(figures, DoesNotFit):
@@ -265,8 +265,8 @@ class _Planning:
         if self._is_tpu and line.is_full:
             facts["is_accepted"] = True
             accepted = self._rows[0] // self._replicas
-            if most is not None:
-                facts["most_rows"] = max(most, accepted)
+            if maximum is not None:
+                facts["max_rows"] = max(maximum, accepted)
         steps = self._step.steps
         facts["counts"] = {
             k: round(n / steps) for k, n in figures.counts.items()
@@ -280,7 +280,9 @@ class _Planning:
                 steps=steps,
                 scheduled=figures if line.is_full else None,
             )
-            facts["dearest"] = {k: n / steps for k, n in fast.dearest.items()}
+            facts["top_operations"] = {
+                k: n / steps for k, n in fast.top_operations.items()
+            }
         return self._make_row(**facts)
 
     def _add_advice(self, row: PlannedStep, low: Outcome) -> PlannedStep:
@@ -309,27 +311,29 @@ class _Planning:
         notes = self._step.note, unknown, *self._notes, advice
         return dataclasses.replace(row, advice=" ".join(filter(None, notes)))
 
-    def _find_most_rows(self, line: Line) -> int | None:
+    def _find_max_rows(self, line: Line) -> int | None:
         """Returns how many rows per replica fit, by linear extrapolation.
 
         Returns None if this number is unknown or exceeds `_HUGE`.
         """
-        most = None if self._limit is None else line.find_rows_at(self._limit)
-        if most is None:
+        maximum = (
+            None if self._limit is None else line.find_rows_at(self._limit)
+        )
+        if maximum is None:
             return None
-        rows = max(math.floor(most / self._replicas), 0)
+        rows = max(math.floor(maximum / self._replicas), 0)
         return rows if rows <= _HUGE else None
 
-    def _verify_most_rows(self, row: PlannedStep, line: Line) -> PlannedStep:
-        """Returns the planned step with `most_rows` found by compiling."""
+    def _verify_max_rows(self, row: PlannedStep, line: Line) -> PlannedStep:
+        """Returns the planned step with `max_rows` found by compiling."""
         first, second = map(get_bytes, line.figures)
-        if row.most_rows is None and first is not None and second is not None:
+        if row.max_rows is None and first is not None and second is not None:
             # More than `_HUGE` rows fit, or the rows make no difference.
             return row
-        guess = 1 if row.most_rows is None else row.most_rows
+        guess = 1 if row.max_rows is None else row.max_rows
         try:
-            most, is_verified = find_max_rows(
-                guess, self._limit or 0, self._try_rows, _MOST_TRIES
+            maximum, is_verified = find_max_rows(
+                guess, self._limit or 0, self._try_rows, _MAX_TRIES
             )
         except Exception as error:
             self._notes.append(
@@ -338,7 +342,7 @@ class _Planning:
             )
             return row
         return dataclasses.replace(
-            row, most_rows=most, is_most_verified=is_verified
+            row, max_rows=maximum, is_max_verified=is_verified
         )
 
     def _try_rows(self, rows: int) -> tuple[bool, float | None]:

@@ -17,7 +17,7 @@ _UNREADABLE = (ArithmeticError, LookupError, RecursionError, ValueError)
 _MAX_ERROR = 200
 
 BY_KIND = ("counts", "sent", "link_seconds", "waiting_seconds")
-BY_SOURCE = ("dearest", "endless")
+BY_SOURCE = ("top_operations", "unknown_loops")
 """Fields of `Costs` that are mappings."""
 
 
@@ -43,9 +43,10 @@ class Costs(compiled.Figures):
       link_seconds: For each kind of collective, the time in which they use the
         links.
       waiting_seconds: The part of it in which no other instruction runs.
-      dearest: The time of the operations that take longest, by a description.
-      endless: For each loop whose number of iterations is unknown, the time of
-        the one iteration that is counted.
+      top_operations: The time of the operations that take longest, by a
+        description.
+      unknown_loops: For each loop whose number of iterations is unknown, the
+        time of the one iteration that is counted.
       unread: If the program's text has an unknown form: the error that parsing
         it raised. The numbers are then as if the chip were unknown. "" if the
         text was parsed.
@@ -62,8 +63,10 @@ class Costs(compiled.Figures):
     waiting_seconds: Mapping[str, float] = dataclasses.field(
         default_factory=dict
     )
-    dearest: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    endless: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    top_operations: Mapping[str, float] = dataclasses.field(
+        default_factory=dict
+    )
+    unknown_loops: Mapping[str, float] = dataclasses.field(default_factory=dict)
     unread: str = ""
 
     @property

@@ -95,8 +95,10 @@ def _measure_gpus(
         # a host share the bytes that leave it.
         outside = size * passes * (1 - 1 / num_hosts) / of_host
         inside = size * passes * (1 - 1 / members) if of_host > 1 else 0.0
-    least = max(inside / chip.link_bandwidth, outside / chip.network_bandwidth)
-    return least, least / _NCCL_SHARE + _NCCL_SECONDS if least else 0.0
+    minimum = max(
+        inside / chip.link_bandwidth, outside / chip.network_bandwidth
+    )
+    return minimum, minimum / _NCCL_SHARE + _NCCL_SECONDS if minimum else 0.0
 
 
 @functools.lru_cache(maxsize=256)

@@ -105,10 +105,10 @@ class Walk:
             parts = [x] if inner is None else inner.instructions
             for part in parts:
                 for sent in hlo.find_collective(inner or computation, part):
-                    least, seconds = self._measure_links(sent)
+                    minimum, seconds = self._measure_links(sent)
                     totals["counts", sent.kind] += 1
                     totals["sent", sent.kind] += sent.size
-                    totals["link_seconds", sent.kind] += least
+                    totals["link_seconds", sent.kind] += minimum
                     key = x.name if x.opcode == "async-start" else sent.key
                     if key is None or _SYNCHRONOUS in x.attributes:
                         waiting = max(seconds - busy, 0.0)
@@ -136,7 +136,7 @@ class Walk:
         if x.opcode.endswith("-start"):
             # It runs beside other instructions.
             costs["busy_seconds", ""] = 0.0
-        costs["dearest", describe_source(x)] = costs["busy_seconds", ""]
+        costs["top_operations", describe_source(x)] = costs["busy_seconds", ""]
         return costs
 
     def _visit_loop(
@@ -153,7 +153,7 @@ class Walk:
         _add(totals, once, 1 if number is None else number)
         if number is None:
             busy = once.get(("busy_seconds", ""), 0.0)
-            totals["endless", describe_source(loop)] += busy
+            totals["unknown_loops", describe_source(loop)] += busy
         return totals
 
     def _count_works(self, computation: hlo.Computation) -> Mapping[str, Work]:
@@ -232,8 +232,8 @@ def measure(
             products / chip.product_share + kernels / _KERNEL_SHARE + integers,
             memory / chip.memory_share,
         )
-    seconds = max(busy, chip.least_seconds) if slow or fast else 0.0
-    is_latency = seconds == chip.least_seconds
+    seconds = max(busy, chip.min_seconds) if slow or fast else 0.0
+    is_latency = seconds == chip.min_seconds
     costs = {
         "flops": work.flops + work.kernel_flops,
         "kernel_flops": work.kernel_flops,

@@ -56,15 +56,15 @@ def write_advice(
 
 def _advise_on_memory(step: PlannedStep, total: float) -> str:
     """Returns advice on a planned step that fits the memory."""
-    if step.estimate is not None and step.most_rows:
+    if step.estimate is not None and step.max_rows:
         bounds = step.estimate.bounds
         links, compute = bounds["links"], bounds["compute"]
         rows = step.rows / max(step.num_replicas, 1)
         is_slow = links > _SLOW * compute and links > _SECONDS
-        if is_slow and step.most_rows > _SLOW * rows:
+        if is_slow and step.max_rows > _SLOW * rows:
             return (
                 "Communication takes longer than computation, so more rows per "
-                f"replica (up to {step.most_rows} fit) add little time."
+                f"replica (up to {step.max_rows} fit) add little time."
             )
     spare = (step.limit_bytes or 0) - total
     if step.is_accepted and spare < 0:
@@ -109,7 +109,7 @@ def _explain_time(step: PlannedStep) -> str:
         )
     if times.utilization is None or times.utilization >= _LOW:
         return ""
-    longest = sorted(step.dearest.items(), key=lambda x: x[1])[::-1][:2]
+    longest = sorted(step.top_operations.items(), key=lambda x: x[1])[::-1][:2]
     named = [
         f"{name} ({seconds * 1e3:.3g} ms)"
         for name, seconds in longest
@@ -139,8 +139,8 @@ def _advise_on_size(step: PlannedStep, total: float, has_remat: bool) -> str:
             "device. Shard them with `ks.experimental.FullySharded()`."
         )
     if memory.get("activations", 0) > _MUCH * total:
-        if step.most_rows:
-            return f"At most {step.most_rows} rows per replica fit."
+        if step.max_rows:
+            return f"At most {step.max_rows} rows per replica fit."
         fix = "use a layout with a model axis, such as 'model:4'"
         if not has_remat:
             fix = (

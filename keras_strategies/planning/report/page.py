@@ -80,9 +80,9 @@ def _iter_facts(step: PlannedStep) -> Iterator[str]:
         if step.tokens_per_second is not None:
             tokens = f"{step.tokens_per_second:,.0f} tokens, "
         yield f"in a second: {tokens}{step.rows_per_second:,.6g} rows"
-    if step.estimate is not None and step.estimate.most_utilization is not None:
-        most = 100 * step.estimate.most_utilization
-        yield f"MFU at the largest bound's speed: {most:.0f} %"
+    if step.estimate is not None and step.estimate.max_utilization is not None:
+        maximum = 100 * step.estimate.max_utilization
+        yield f"MFU at the largest bound's speed: {maximum:.0f} %"
     for kind, count in step.counts.items():
         sent = decimal(int(step.sent.get(kind, 0.0)))
         yield f"{count:,} {kind}, {sent} in total"

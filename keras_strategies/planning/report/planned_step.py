@@ -35,7 +35,7 @@ class Estimate:
       utilization: The model FLOPs utilization (MFU): the fraction of the chip's
         peak rate that the model's operations (without recomputed ones) reach.
         None if unknown.
-      most_utilization: An upper bound of the utilization, which a step would
+      max_utilization: An upper bound of the utilization, which a step would
         reach if its time were the largest bound. None if unknown.
     """
 
@@ -46,7 +46,7 @@ class Estimate:
     latency_seconds: float
     host_seconds: float
     utilization: float | None
-    most_utilization: float | None
+    max_utilization: float | None
 
     @property
     def bounds(self) -> Mapping[str, float]:
@@ -88,13 +88,13 @@ class PlannedStep:
         "all-reduce".
       sent: Bytes of the arrays that the collectives in a step send, by kind.
       estimate: The estimated time of a step, or None if unknown.
-      dearest: The seconds of the operations that take longest, by descriptions
-        such as "gather in random_rotation".
+      top_operations: The seconds of the operations that take longest, by
+        descriptions such as "gather in random_rotation".
       tokens: The number of tokens per row. None if rows are not sequences of
         tokens.
-      most_rows: The largest number of rows per replica that fits, or None if
+      max_rows: The largest number of rows per replica that fits, or None if
         unknown.
-      is_most_verified: Whether `most_rows` was verified by compiling at full
+      is_max_verified: Whether `max_rows` was verified by compiling at full
         effort: it fits, and one more row on each replica does not.
       is_full_effort: Whether the bytes are those of a program compiled at full
         effort, as for training. Otherwise the program was compiled faster, and
@@ -130,10 +130,12 @@ class PlannedStep:
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     sent: Mapping[str, float] = dataclasses.field(default_factory=dict)
     estimate: Estimate | None = None
-    dearest: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    top_operations: Mapping[str, float] = dataclasses.field(
+        default_factory=dict
+    )
     tokens: int | None = None
-    most_rows: int | None = None
-    is_most_verified: bool = False
+    max_rows: int | None = None
+    is_max_verified: bool = False
     is_full_effort: bool = False
     is_accepted: bool = False
     compile_seconds: float = 0.0

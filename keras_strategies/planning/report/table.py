@@ -86,8 +86,8 @@ class Plan:
         width = options.max_width
         is_wide = width >= _WIDE
         table = _make_table(self, is_wide, is_stacked=False)
-        endless = options.update(max_width=_MANY)
-        if Measurement.get(console, endless, table).maximum > width:
+        wide = options.update(max_width=_MANY)
+        if Measurement.get(console, wide, table).maximum > width:
             table = _make_table(self, is_wide, is_stacked=True)
         yield table
         yield from map(Text, _iter_sentences(self))
@@ -233,7 +233,7 @@ def _iter_marks(plan: Plan) -> Iterator[str]:
             "memory and time. Use a number of rows that all replicas can share "
             "evenly."
         )
-    if any(s.is_most_verified for s in known):
+    if any(s.is_max_verified for s in known):
         yield "* verified by compiling: one more row does not fit."
 
 
@@ -249,12 +249,12 @@ def _format_cells(step: PlannedStep, is_of_tokens: bool) -> tuple[str, ...]:
         memory = memory if step.is_full_effort else f"~{memory}"
     if step.limit_bytes is not None:
         memory += f"/{format_gb(step.limit_bytes)}"
-    most = "-"
-    if step.most_rows is not None:
-        many = step.most_rows >= _MANY
-        most = _format_large(step.most_rows) if many else str(step.most_rows)
-    if step.is_most_verified:
-        most += "*"
+    maximum = "-"
+    if step.max_rows is not None:
+        many = step.max_rows >= _MANY
+        maximum = _format_large(step.max_rows) if many else str(step.max_rows)
+    if step.is_max_verified:
+        maximum += "*"
     time = bound = mfu = "-"
     if step.estimate is not None:
         time = _format_ms(step.estimate.seconds)
@@ -265,7 +265,7 @@ def _format_cells(step: PlannedStep, is_of_tokens: bool) -> tuple[str, ...]:
     rate = step.tokens_per_second if is_of_tokens else step.rows_per_second
     effort = "full" if step.is_full_effort else "low"
     return (
-        *(step.topology, step.layout, each, fits, memory, most),
+        *(step.topology, step.layout, each, fits, memory, maximum),
         *(
             time,
             "-" if rate is None else _format_large(rate),

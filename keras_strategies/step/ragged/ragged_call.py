@@ -45,10 +45,10 @@ class BranchResult:
     is_alike: list[bool] = dataclasses.field(default_factory=list)
 
 
-def call_unevenly(
+def call_ragged(
     call: Callable[[list[Any], list[Any]], BranchResult],
     rows: Sequence[Variant],
-    is_uneven: list[bool],
+    is_ragged: list[bool],
     axis: Axis,
     state: list[Any],
     leaves: list[Any],
@@ -66,7 +66,7 @@ def call_unevenly(
     Args:
       call: The function, called with the state and the arguments.
       rows: Each replica's variant: the row counts of its uneven arguments.
-      is_uneven: Whether each argument is uneven.
+      is_ragged: Whether each argument is uneven.
       axis: The replica axis.
       state: The values of variables.
       leaves: The arguments. Uneven ones are padded: (1, rows, ...).
@@ -88,7 +88,7 @@ def call_unevenly(
     index = jnp.array(places)[replica_id(axis)]
 
     def trace(variant: Variant, reduces: list[replay_lib.Reduce]) -> _Trace:
-        return _Trace(call, variant, is_uneven, (state, leaves), reduces)
+        return _Trace(call, variant, is_ragged, (state, leaves), reduces)
 
     traces = _trace_to_the_end(trace, variants, places)
     collectives = _cut_traces(traces)
@@ -137,9 +137,9 @@ class _Trace:
     """A variant's trace, complete or up to an unknown collective.
 
     Args:
-      call: The function; see `call_unevenly`.
+      call: The function; see `call_ragged`.
       variant: The numbers of rows.
-      is_uneven: Whether each argument is uneven.
+      is_ragged: Whether each argument is uneven.
       inputs: The values of variables, and the arguments.
       known: The collectives that earlier traces of all variants reached.
 
@@ -157,7 +157,7 @@ class _Trace:
         self,
         call: Callable[[list[Any], list[Any]], BranchResult],
         variant: Variant,
-        is_uneven: list[bool],
+        is_ragged: list[bool],
         inputs: tuple[list[Any], list[Any]],
         known: list[replay_lib.Reduce],
     ) -> None:
@@ -168,7 +168,7 @@ class _Trace:
         self.is_empty = not any(variant)
 
         def trace(state: list[Any], leaves: list[Any]) -> tuple[Any, ...]:
-            rows = variants_lib.cut_to_rows(variant, is_uneven, leaves)
+            rows = variants_lib.cut_to_rows(variant, is_ragged, leaves)
             replay = replay_lib.Replay(known)
             try:
                 with replay_lib.replay_scope(replay):
@@ -205,8 +205,8 @@ class _Trace:
 
 def _cut_traces(traces: list[_Trace]) -> list[Any]:
     """Cuts the variants' programs at their common collectives."""
-    most = max(traces, key=lambda trace: len(trace.cut_at_collectives()))
-    first, *others = [trace.meet_as(most) for trace in traces]
+    last = max(traces, key=lambda trace: len(trace.cut_at_collectives()))
+    first, *others = [trace.meet_as(last) for trace in traces]
     operands = [trace.cut.operands for trace in traces]
     is_alike = all(
         [e.primitive.name for e in other] == [e.primitive.name for e in first]
@@ -223,7 +223,7 @@ class _Stages:
     Args:
       traces: The variants' complete traces.
       inputs: The inputs of the traces.
-      are_local: See `call_unevenly`.
+      are_local: See `call_ragged`.
     """
 
     def __init__(
@@ -357,7 +357,7 @@ def _adapt_shapes(
         return reduce
     if isinstance(reduce, replay_lib.Concatenation):
         uneven = reduce.with_shapes([shapes[k][0] for k in places])
-        return replay_lib.uneven_concatenation(
+        return replay_lib.ragged_concatenation(
             uneven.axis, uneven.dim, uneven.sizes or ()
         )
     raise ValueError(
@@ -368,10 +368,10 @@ def _adapt_shapes(
     )
 
 
-def _pad(array: Array, most: jax.ShapeDtypeStruct) -> jax.Array:
+def _pad(array: Array, to: jax.ShapeDtypeStruct) -> jax.Array:
     # The value of a literal may be a Python number.
-    array = jnp.asarray(array, most.dtype)
-    return array if array.shape == most.shape else pad_to(array, most.shape)
+    array = jnp.asarray(array, to.dtype)
+    return array if array.shape == to.shape else pad_to(array, to.shape)
 
 
 def _check_alike(traces: list[_Trace]) -> None:

@@ -21,9 +21,9 @@ shapes differ in other dimensions too."""
 
 
 def cut_to_rows(
-    variant: Variant, is_uneven: list[bool], leaves: list[Any]
+    variant: Variant, is_ragged: list[bool], leaves: list[Any]
 ) -> list[Any]:
-    """Cuts padded arguments to a variant's rows; see `call_unevenly`."""
+    """Cuts padded arguments to a variant's rows; see `call_ragged`."""
     sizes = iter(variant)
 
     def cut_leaf(leaf: Array) -> Array:
@@ -34,7 +34,7 @@ def cut_to_rows(
 
     return [
         cut_leaf(leaf) if uneven else leaf
-        for leaf, uneven in zip(leaves, is_uneven, strict=True)
+        for leaf, uneven in zip(leaves, is_ragged, strict=True)
     ]
 
 

@@ -224,21 +224,21 @@ def compute_local_shares(
     each = num_replicas // num_processes
     counts = rows_lib.rows_of_replicas(batch_size, batch_size, num_replicas)
     parts = rows_lib.rows_of_processes(counts, num_processes)
-    most = -(-max(parts) // each)
-    fit = (rows_lib.fill_in_order([most] * each, part) for part in parts)
+    maximum = -(-max(parts) // each)
+    fit = (rows_lib.fill_in_order([maximum] * each, part) for part in parts)
     return sum(fit, ()), counts
 
 
 def list_shown_replicas(num_replicas: int, num_processes: int) -> list[Any]:
     """Lists (process, replica ids) to show; None replaces omitted ones."""
     each = num_replicas // num_processes
-    most, most_processes = num_replicas, num_processes
+    maximum, max_processes = num_replicas, num_processes
     if num_replicas > describe.MAX_DEVICES:
-        most = describe.MAX_DEVICES_OF_PROCESS * (1 + (num_processes == 1))
-        most_processes = describe.MAX_PROCESSES
+        maximum = describe.MAX_DEVICES_OF_PROCESS * (1 + (num_processes == 1))
+        max_processes = describe.MAX_PROCESSES
     starts = range(0, num_replicas, each)
-    ids = (describe.abbreviate(range(s, s + each), most) for s in starts)
-    return describe.abbreviate(list(enumerate(ids)), most_processes)
+    ids = (describe.abbreviate(range(s, s + each), maximum) for s in starts)
+    return describe.abbreviate(list(enumerate(ids)), max_processes)
 
 
 def _read_policy(

@@ -66,7 +66,7 @@ class CommunicationOptions:
     implementation: Any = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
-        check_number("`bytes_per_pack`", self.bytes_per_pack, _FIX, least=0)
+        check_number("`bytes_per_pack`", self.bytes_per_pack, _FIX, minimum=0)
         if self.timeout_seconds is not None:
             check_seconds("timeout_seconds", self.timeout_seconds)
         name = getattr(self.implementation, "value", self.implementation)
@@ -135,7 +135,7 @@ def check_seconds(name: str, value: object) -> None:
         value,
         _FIX,
         above=0,
-        most=_MAX_SECONDS,
+        maximum=_MAX_SECONDS,
         is_whole=False,
         is_optional=False,
     )

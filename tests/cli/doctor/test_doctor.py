@@ -204,9 +204,11 @@ def test_environment_is_never_shown():
 def test_versions_are_those_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = {line for line in project["dependencies"] if ">=" in line}
-    assert {versions.make_requirement(name) for name in versions.LEAST} == asked
+    assert {
+        versions.make_requirement(name) for name in versions.MINIMUM
+    } == asked
     python = project["requires-python"].removeprefix(">=")
-    assert versions.format_version(installed.LEAST_PYTHON) == python
+    assert versions.format_version(installed.MIN_PYTHON) == python
     extras = set(project["optional-dependencies"])
     assert {extra for _, extra, _ in installed._EXTRAS} <= extras
 

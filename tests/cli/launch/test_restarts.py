@@ -39,9 +39,9 @@ def saving(step=None, checkpoint=None):
     )
 
 
-def decide_all(ends, most=9, least=3, count=3):
+def decide_all(ends, maximum=9, minimum=3, count=3):
     """The rules' decisions; `ends` are pairs of an end and the progress."""
-    rules, decisions = RestartRules(most, least), []
+    rules, decisions = RestartRules(maximum, minimum), []
     for end, progress in ends:
         decision = rules.decide(end, progress, count)
         decisions.append(decision)
@@ -53,7 +53,7 @@ def decide_all(ends, most=9, least=3, count=3):
 
 def test_killed_processes_are_worth_a_restart_up_to_the_limit():
     ends = [(ended(), saving(step, step)) for step in (1, 2, 3)]
-    first, second, third = decide_all(ends, most=2)
+    first, second, third = decide_all(ends, maximum=2)
     assert first == second == Restart(num_processes=3, wait_s=1.0)
     assert third == "the limit of 2 restarts is reached"
 
@@ -72,7 +72,7 @@ def test_the_third_equal_death_at_the_same_step_ends_the_job(code):
     )
     # Not at the same step, or not by the same code.
     ends = [(ended(code), saving(step, 4)) for step in (5, 6, 5, 5, 6, 6)]
-    assert len(decide_all(ends, most=99)) == 6
+    assert len(decide_all(ends, maximum=99)) == 6
     ends = [(ended(code), saving(4, 4)), (ended(-6), saving(4, 4))] * 3
     assert all(isinstance(decision, Restart) for decision in decide_all(ends))
 
@@ -94,12 +94,12 @@ def test_an_error_at_the_same_step_twice_ends_the_job(code):
 @pytest.mark.parametrize("code", [1, 70])
 def test_errors_of_several_processes_before_any_step_are_the_scripts(code):
     ends = [(ended(code, num_errors=3), saving())] * 2
-    assert decide_all(ends, least=2) == ["the script failed in 3 processes"]
+    assert decide_all(ends, minimum=2) == ["the script failed in 3 processes"]
     # Once it has trained, the cause may be outside of it.
     end = ended(code, num_errors=3)
     before, after = saving(4, 4), saving(None, 4)
     after.has_trained = True
-    assert decide_all([(end, before), (end, after)], least=2)[-1] == (
+    assert decide_all([(end, before), (end, after)], minimum=2)[-1] == (
         "the script failed twice after step 4"
     )
 
@@ -122,65 +122,65 @@ def test_a_script_without_checkpoints_is_not_restarted_once_it_trained():
 )
 def test_what_was_asked_for_is_final(end):
     assert decide_all([(end, saving(1, 1))]) == [""]
-    assert decide_all([(ended(), saving(1, 1))], most=0) == [""]
+    assert decide_all([(ended(), saving(1, 1))], maximum=0) == [""]
 
 
 def test_waits_grow_until_a_checkpoint_is_added():
     saved = [None, None, 5, 5, 5, 6] + [6] * 7
     ends = [(ended(), saving(9 + i, at)) for i, at in enumerate(saved)]
-    waits = [d.wait_s for d in decide_all(ends, most=99)]
+    waits = [d.wait_s for d in decide_all(ends, maximum=99)]
     assert waits == [1, 2, 1, 2, 4, 1, 2, 4, 8, 16, 32, 60, 60]
 
 
 @pytest.mark.parametrize("code", [KILLED, 71])
 def test_a_process_that_cannot_start_is_left_out(code):
     ends = [(ended(code, process=1), saving())] * 3
-    decisions = decide_all(ends, least=2)
+    decisions = decide_all(ends, minimum=2)
     assert [d.num_processes for d in decisions] == [3, 2, 2]
     assert [d.without for d in decisions] == [None, 1, None]
     # Never below the least number, never the evaluator, never at random.
-    assert counts(ends, least=3) == [3, 3, None]
+    assert counts(ends, minimum=3) == [3, 3, None]
     evaluator = [(ended(code, process=3), saving())] * 3
-    assert counts(evaluator, least=1) == [3, 3, None]
+    assert counts(evaluator, minimum=1) == [3, 3, None]
     others = [(ended(code, process=i), saving()) for i in (0, 1, 0)]
-    assert counts(others, least=1) == [3, 3, None]
+    assert counts(others, minimum=1) == [3, 3, None]
     later = [(ended(code, process=1), saving(1, 1))] * 3
-    assert counts(later, least=1) == [3, 3, None]
+    assert counts(later, minimum=1) == [3, 3, None]
 
 
-def counts(ends, least):
+def counts(ends, minimum):
     """The numbers of processes that are started; None: the job ends."""
-    decisions = decide_all(ends, least=least)
+    decisions = decide_all(ends, minimum=minimum)
     return [getattr(one, "num_processes", None) for one in decisions]
 
 
 @pytest.mark.parametrize("code", [1, 70])
 def test_a_process_that_raises_an_error_at_its_start_is_left_out(code):
     alone = (ended(code, process=1, num_errors=1), saving())
-    assert counts([alone] * 2, least=2) == [3, 2]
+    assert counts([alone] * 2, minimum=2) == [3, 2]
     # If an error comes again, it was not that process.
-    assert counts([alone] * 3, least=1) == [3, 2, None]
+    assert counts([alone] * 3, minimum=1) == [3, 2, None]
     # Its device broke after some steps.
     broken = (ended(code, process=1, num_errors=1), saving(9, 4))
     again = (alone[0], saving(None, 4))
-    assert counts([broken, again, again], least=2) == [3, 3, 2]
+    assert counts([broken, again, again], minimum=2) == [3, 3, 2]
     # Never below the least number, never the evaluator, never at random.
-    assert counts([alone] * 2, least=3) == [3, None]
+    assert counts([alone] * 2, minimum=3) == [3, None]
     evaluator = (ended(code, process=3, num_errors=1), saving())
-    assert counts([evaluator] * 2, least=1) == [3, None]
+    assert counts([evaluator] * 2, minimum=1) == [3, None]
     other = (ended(code, process=2, num_errors=1), saving())
-    assert counts([alone, other], least=1) == [3, None]
+    assert counts([alone, other], minimum=1) == [3, None]
     several = (ended(code, process=1, num_errors=2), saving())
-    assert counts([alone, several], least=1) == [3, None]
+    assert counts([alone, several], minimum=1) == [3, None]
     later = (ended(code, process=1, num_errors=1), saving(1, 1))
-    assert counts([later] * 2, least=1) == [3, None]
+    assert counts([later] * 2, minimum=1) == [3, None]
 
 
 def test_the_system_starts_fewer_processes():
     failed = JobEnd(code=1, text="no more processes", num_started=2)
-    (decision,) = decide_all([(failed, saving())], least=2)
+    (decision,) = decide_all([(failed, saving())], minimum=2)
     assert (decision.num_processes, decision.without) == (2, None)
-    (decision,) = decide_all([(failed, saving())], least=3)
+    (decision,) = decide_all([(failed, saving())], minimum=3)
     assert decision.num_processes == 3
 
 

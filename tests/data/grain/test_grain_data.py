@@ -109,7 +109,7 @@ def test_rows_that_a_loader_loses_are_told(policy):
         lambda: sharded(11, 0, 1),
         lambda: pairs(11).batch(2),
     ],
-    ids=["even", "even epochs", "endless", "dropped", "one", "map"],
+    ids=["even", "even epochs", "infinite", "dropped", "one", "map"],
 )
 def test_loaders_that_lose_nothing_are_quiet(make):
     source = make()
@@ -234,7 +234,7 @@ def test_shuffle_is_grains_and_anew_in_each_epoch():
     assert repeated[:4] != repeated[4:8]
 
 
-def test_endless_dataset_goes_on_over_its_epochs():
+def test_infinite_dataset_goes_on_over_its_epochs():
     dataset = pairs(5).shuffle(seed=3).repeat().batch(4)
     source = GrainSource(dataset)
     assert source.num_batches is None
@@ -247,20 +247,20 @@ def test_endless_dataset_goes_on_over_its_epochs():
     later.close()
 
 
-def test_an_endless_dataset_needs_a_number_of_steps():
+def test_an_infinite_dataset_needs_a_number_of_steps():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     with ks.MirroredStrategy(devices=jax.devices()[:2]).scope():
         model = keras.models.clone_model(model)
         model.compile("sgd", "mse")
     x, y = np.ones((8, 1)), np.ones((8, 1))
     data = grain.MapDataset.source(list(zip(x, y, strict=True)))
-    for endless in (data.repeat().batch(4), data.batch(4).repeat()):
+    for infinite in (data.repeat().batch(4), data.batch(4).repeat()):
         with pytest.raises(
             ValueError, match="needs a number of steps.*steps_per_epoch"
         ):
-            model.fit(endless, shuffle=False, verbose=0)
+            model.fit(infinite, shuffle=False, verbose=0)
         model.fit(
-            endless, steps_per_epoch=3, epochs=2, shuffle=False, verbose=0
+            infinite, steps_per_epoch=3, epochs=2, shuffle=False, verbose=0
         )
         assert int(model.optimizer.iterations) in (6, 12)
 

@@ -66,7 +66,7 @@ def reader(strategy, model, kind, path):
     return lambda: [strategy.run(keras.ops.sum, (batch,)) for batch in dataset]
 
 
-def most_added(kinds, small, large):
+def max_added(kinds, small, large):
     """How many MB reading the large array adds, after reading the small one.
 
     Runs in a process of its own.
@@ -82,22 +82,22 @@ def most_added(kinds, small, large):
         forget_peak()
         before, _ = resident_mb()
         reader(strategy, model, kind, large)()
-        _, most = resident_mb()
-        added[kind] = most - before
+        _, maximum = resident_mb()
+        added[kind] = maximum - before
     return added
 
 
 def call_for(folder, kinds, num_bytes, dtype):
-    """`most_added` for arrays of a folder, as `values_of_each` takes it."""
+    """`max_added` for arrays of a folder, as `values_of_each` takes it."""
     small = write(folder / f"small_{dtype}.npy", 16 * MB, dtype)
     large = write(folder / f"large_{dtype}.npy", num_bytes, dtype)
-    return "data.sources.test_mapped_arrays:most_added", kinds, small, large
+    return "data.sources.test_mapped_arrays:max_added", kinds, small, large
 
 
-def check(of_processes, most_mb):
+def check(of_processes, max_mb):
     (value,) = of_processes
     for kind, added in value.items():
-        assert added < most_mb, f"{kind} adds {added:.0f} MB"
+        assert added < max_mb, f"{kind} adds {added:.0f} MB"
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +111,13 @@ def found(tmp_path_factory):
 @pytest.mark.slow
 @on_linux
 def test_reading_a_mapped_array_adds_little_memory(found):
-    check(found[0], most_mb=128)
+    check(found[0], max_mb=128)
 
 
 @pytest.mark.multi_process
 @on_linux
 def test_casting_a_mapped_array_adds_little_memory(found):
-    check(found[1], most_mb=128)
+    check(found[1], max_mb=128)
 
 
 @on_linux
@@ -125,7 +125,7 @@ def test_casting_a_mapped_array_adds_little_memory(found):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_four_gigabytes_add_less_than_one(tmp_path, dtype):
     call = call_for(tmp_path, KINDS[:1], 4096 * MB, dtype)
-    check(*values_of_each(1, call), most_mb=1024)
+    check(*values_of_each(1, call), max_mb=1024)
 
 
 def test_mapped_rows_are_those_of_the_array(tmp_path):

@@ -354,7 +354,7 @@ def test_file_follows_tf_with_a_warning(folder):
     assert flat(batches_of(source)) == [2, 3]
 
 
-def test_endless_rows_may_drop_a_remainder(folder):
+def test_infinite_rows_may_drop_a_remainder(folder):
     dataset = records(folder).repeat().batch(4, drop_remainder=True)
     source = make_source(dataset, 2, 0)
     assert source.plan.applied is FILE

@@ -120,7 +120,7 @@ def batches_of(*arrays, batch=8):
         yield tuple(a[start : start + batch] for a in arrays)
 
 
-def endless(*arrays, batch=8):
+def infinite(*arrays, batch=8):
     while True:
         yield from batches_of(*arrays, batch=batch)
 

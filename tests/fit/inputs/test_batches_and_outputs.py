@@ -230,10 +230,10 @@ def test_mixed_types_equal_plain_keras():
             model.fit(MIXED, Y, batch_size=8, verbose=0).history,
             model.predict(MIXED, batch_size=8, verbose=0),
             model.train_on_batch(MIXED, Y),
-            model.fit(endless_mixed(), steps_per_epoch=3, verbose=0).history,
+            model.fit(infinite_mixed(), steps_per_epoch=3, verbose=0).history,
         )
 
-    def endless_mixed():
+    def infinite_mixed():
         while True:
             for start in (0, 8, 16):
                 rows = slice(start, start + 8)

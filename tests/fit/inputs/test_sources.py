@@ -28,8 +28,8 @@ from tests.fit.inputs.sources import (
     dict_in_dict_out,
     dict_inputs,
     dict_tf_data,
-    endless,
     fit,
+    infinite,
     list_inputs,
     not_built,
     one_input,
@@ -205,14 +205,14 @@ def test_evaluate_and_predict_on_a_py_dataset_equal_plain_keras():
 def in_turn():
     """Types that are one on the devices."""
     dtypes = itertools.cycle(["float32", "float64"])
-    for (x, y), dtype in zip(endless(X, Y), dtypes, strict=False):
+    for (x, y), dtype in zip(infinite(X, Y), dtypes, strict=False):
         yield x.astype(dtype), y
 
 
 GENERATORS = {
-    "pairs": (one_input, REGRESSION, lambda: endless(X, Y)),
-    "weighted": (one_input, REGRESSION, lambda: endless(X, Y, W)),
-    "only x": (without_targets, NO_LOSS, lambda: endless(X)),
+    "pairs": (one_input, REGRESSION, lambda: infinite(X, Y)),
+    "weighted": (one_input, REGRESSION, lambda: infinite(X, Y, W)),
+    "only x": (without_targets, NO_LOSS, lambda: infinite(X)),
     "reusing its buffer": (one_input, REGRESSION, reusing_its_buffer),
     "float32 and float64 in turn": (one_input, REGRESSION, in_turn),
 }
@@ -256,9 +256,9 @@ def test_evaluate_and_predict_on_a_generator_equal_plain_keras():
     def act(model):
         return (
             model.evaluate(batches_of(X, Y, W), verbose=0),
-            model.evaluate(endless(X, Y), steps=2, verbose=0),
+            model.evaluate(infinite(X, Y), steps=2, verbose=0),
             model.predict(batches_of(X), verbose=0),
-            model.predict(endless(X, Y), steps=2, verbose=0),
+            model.predict(infinite(X, Y), steps=2, verbose=0),
         )
 
     check_same(one_input, act, **REGRESSION)
@@ -384,7 +384,7 @@ VALIDATION = {
     "x, y and weights": {"validation_data": (X[:7], Y[:7], W[:7])},
     "a PyDataset": {"validation_data": lambda: Pairs(X, Y, batch=5)},
     "a generator": {
-        "validation_data": lambda: endless(X, Y, batch=5),
+        "validation_data": lambda: infinite(X, Y, batch=5),
         "validation_steps": 2,
     },
     "tf.data": {"validation_data": lambda: tf_data(X, Y).batch(5)},

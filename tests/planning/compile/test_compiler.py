@@ -35,8 +35,8 @@ KEPT = {
     "latency_seconds": 0,
     "link_seconds": {"all-reduce": 0.125},
     "waiting_seconds": {},
-    "dearest": {"gather in a layer": 0.1},
-    "endless": {},
+    "top_operations": {"gather in a layer": 0.1},
+    "unknown_loops": {},
     "compile_seconds": 0.5,
     "counts": {"all-reduce": 2},
     "sent": {"all-reduce": 8.0},
@@ -187,8 +187,8 @@ def test_a_pipe_in_the_file_s_place_is_not_waited_for(tmp_path):
 
 
 def test_what_is_no_file_is_not_read(tmp_path):
-    (tmp_path / "endless").symlink_to("/dev/zero")
-    assert compiling._read(tmp_path / "endless") is None
+    (tmp_path / "unknown_loops").symlink_to("/dev/zero")
+    assert compiling._read(tmp_path / "unknown_loops") is None
 
 
 @pytest.mark.parametrize("mask", [0, 0o022, 0o077])

@@ -35,8 +35,8 @@ def sized(size):
         (DoesNotFit("", None), DoesNotFit("", 480.0), None),
     ],
 )
-def test_the_most_rows_by_the_line(first, second, most):
-    assert line(first, second).find_rows_at(200.0) == most
+def test_the_most_rows_by_the_line(first, second, maximum):
+    assert line(first, second).find_rows_at(200.0) == maximum
 
 
 def test_rows_may_be_fewer_than_none():

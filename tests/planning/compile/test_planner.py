@@ -28,7 +28,7 @@ ENTRY %main (a: bf16[32768,32768]) -> bf16[32768,32768] {
   ROOT %b = bf16[32768,32768]{1,0} dot(%a, %a), lhs_contracting_dims={1}
 }
 """
-ENDLESS = """HloModule step
+INFINITE = """HloModule step
 
 %body (p: (f32[8,128])) -> (f32[8,128]) {
   %p = (f32[8,128]) parameter(0)
@@ -102,11 +102,11 @@ class Step:
         self.has_remat = False
         self.narrow_sums = ""
         self.note, self.steps = "", 1
-        self.shared, self.most_rows = 0.0, math.inf
+        self.shared, self.max_rows = 0.0, math.inf
         self.text = PRODUCT
 
     def lower(self, rows):
-        if rows > self.most_rows:
+        if rows > self.max_rows:
             raise AssertionError("It is of so many rows.")
         needed = 3 * GIB + rows / len(DEVICES) * self.of_row * GIB
         return Program(
@@ -157,7 +157,7 @@ def test_a_step_that_fits_easily_is_compiled_at_low_effort_alone():
     assert row.error is None
     assert not row.is_full_effort
     assert row.bytes_in_all == 4 * GIB
-    assert row.most_rows == 12
+    assert row.max_rows == 12
     assert row.memory == {
         "weights": 1 * GIB,
         "slots": 1.5 * GIB,
@@ -180,7 +180,7 @@ def test_near_the_limit_it_is_compiled_as_it_is_run():
     assert sorted(step.efforts) == ["full", "low", "low"]
     assert row.is_full_effort
     assert row.bytes_in_all == 12 * GIB
-    assert row.most_rows == 1
+    assert row.max_rows == 1
 
 
 @pytest.mark.parametrize(("of_row", "is_full"), [(7, False), (7.5, True)])
@@ -209,7 +209,7 @@ def test_a_step_with_a_note_says_it():
 @pytest.mark.parametrize(("of_row", "fits"), [(5, True), (30, False)])
 def test_a_step_that_cannot_be_rematerialized_keeps_its_figures(of_row, fits):
     step, step.remat = Step(of_row), Step(of_row)
-    step.remat.most_rows = 0
+    step.remat.max_rows = 0
     (row,), stages = plan(step)
     assert "with keras.RematScope" in stages
     assert row.error is None
@@ -247,22 +247,22 @@ def test_of_what_does_not_fit_rows_and_kinds_are_known(effort):
     assert row.memory["activations"] == pytest.approx(
         (16 if effort is False else 14.65) * GIB, rel=0.02
     )
-    assert row.most_rows == 3
+    assert row.max_rows == 3
     assert row.advice == "At most 3 rows per replica fit."
 
 
 def test_the_most_rows_are_found_by_compiling():
     (row,), stages = plan(Step(of_row=1), is_verified=True)
     # At full effort a row needs 0.9 GiB.
-    assert row.most_rows == 14
-    assert row.is_most_verified
+    assert row.max_rows == 14
+    assert row.is_max_verified
     assert "trying 15 rows per replica" in stages
 
 
 def test_a_row_that_does_not_fit_is_none():
     (row,), _ = plan(Step(of_row=90), is_verified=True)
-    assert row.most_rows == 0
-    assert row.is_most_verified
+    assert row.max_rows == 0
+    assert row.is_max_verified
 
 
 def test_a_program_that_the_compiler_takes_fits():
@@ -273,7 +273,7 @@ def test_a_program_that_the_compiler_takes_fits():
     assert row.is_full_effort
     assert row.bytes_in_all > row.limit_bytes
     assert row.fits
-    assert row.most_rows == 1
+    assert row.max_rows == 1
     assert row.advice == (
         "No memory is left. The step fits only because some arrays share "
         "memory."
@@ -292,7 +292,7 @@ def test_low_effort_alone_takes_no_program_beyond_the_limit(effort):
 
 def test_more_rows_than_anybody_has_are_not_compiled():
     (row,), stages = plan(Step(of_row=1e-7), is_verified=True)
-    assert row.most_rows is None
+    assert row.max_rows is None
     assert not any(stage.startswith("trying") for stage in stages)
     assert row.error is None
 
@@ -306,14 +306,14 @@ def test_more_rows_than_anybody_has_are_not_compiled():
     ],
 )
 def test_a_step_that_cannot_have_more_rows_keeps_its_figures(
-    most, found, note, is_verified
+    maximum, found, note, is_verified
 ):
     step = Step(of_row=1)
-    step.most_rows = most
+    step.max_rows = maximum
     (row,), _ = plan(step, is_verified=is_verified)
     assert row.bytes_in_all == 4 * GIB
-    assert row.most_rows == found
-    assert not row.is_most_verified
+    assert row.max_rows == found
+    assert not row.is_max_verified
     assert row.estimate.seconds == pytest.approx(SECONDS)
     assert (note in row.advice) == (is_verified or found is None)
 
@@ -351,7 +351,7 @@ def test_a_note_is_kept_when_the_step_is_lowered_again():
             return super().lower(rows)
 
     step = Noted(of_row=1)
-    step.most_rows = 4
+    step.max_rows = 4
     (row,), _ = plan(step, is_full=True)
     assert row.is_full_effort
     assert row.advice.startswith("It trains nothing. It is unknown how many")
@@ -359,7 +359,7 @@ def test_a_note_is_kept_when_the_step_is_lowered_again():
 
 def test_rows_that_need_no_bytes_are_not_compiled():
     (row,), stages = plan(Step(of_row=0), is_verified=True)
-    assert row.most_rows is None
+    assert row.max_rows is None
     assert not any(stage.startswith("trying") for stage in stages)
 
 
@@ -370,12 +370,14 @@ def test_a_step_of_an_execution_is_a_part_of_its_program():
     assert row.estimate.seconds == pytest.approx(SECONDS / 64)
     moved = 2 * 2 * 32768**2 / 64
     assert row.estimate.memory_seconds == pytest.approx(moved / 819e9)
-    assert row.dearest == {"dot in the step": pytest.approx(SECONDS / 64)}
+    assert row.top_operations == {
+        "dot in the step": pytest.approx(SECONDS / 64)
+    }
 
 
 def test_loops_of_unknown_length_are_named():
     step = Step(of_row=1)
-    step.text = ENDLESS
+    step.text = INFINITE
     (row,), _ = plan(step)
     assert row.advice.startswith(
         "The number of iterations of a loop is unknown (while in search), so "

@@ -21,7 +21,7 @@ HALVES = tuple(
 ALL = (tuple(range(32)),)
 
 
-def least(kind, groups, size=SIZE):
+def minimum(kind, groups, size=SIZE):
     collective = Collective(kind=kind, size=size, groups=groups)
     return make_timer(CHIP, GPUS)(collective)[0]
 
@@ -46,7 +46,7 @@ def least(kind, groups, size=SIZE):
     ],
 )
 def test_a_collective_uses_the_slower_of_two_networks(kind, groups, seconds):
-    assert least(kind, groups) == pytest.approx(seconds)
+    assert minimum(kind, groups) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_a_collective_uses_the_slower_of_two_networks(kind, groups, seconds):
 )
 def test_times_are_near_those_of_xla(kind, size, microseconds):
     collective = Collective(kind=kind, size=size, groups=HOST[:1])
-    least, seconds = make_timer(CHIP, GPUS[:8])(collective)
-    assert least < seconds
+    minimum, seconds = make_timer(CHIP, GPUS[:8])(collective)
+    assert minimum < seconds
     assert microseconds / 1.6 < seconds * 1e6 < microseconds * 1.6
 
 

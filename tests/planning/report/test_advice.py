@@ -38,11 +38,11 @@ OTHER = {"weights": 1e9, "slots": 2e9, "temporary": 27e9}
             "Use devices with more memory, or shard the state.",
         ),
         (
-            {"bytes_in_all": 30e9, "memory": ROWS, "most_rows": 2},
+            {"bytes_in_all": 30e9, "memory": ROWS, "max_rows": 2},
             "At most 2 rows per replica fit.",
         ),
         (
-            {"bytes_in_all": 30e9, "memory": ROWS, "most_rows": 0},
+            {"bytes_in_all": 30e9, "memory": ROWS, "max_rows": 0},
             "One row needs too much memory. To fit the model, create its "
             "blocks in a `keras.RematScope` (without `Dropout`, which Keras "
             "cannot rematerialize), or use a layout with a model axis, such as "
@@ -53,11 +53,11 @@ OTHER = {"weights": 1e9, "slots": 2e9, "temporary": 27e9}
             "Use devices with more memory, or shard the state.",
         ),
         (
-            {"estimate": times(compute=0.1, links=0.4), "most_rows": 7},
+            {"estimate": times(compute=0.1, links=0.4), "max_rows": 7},
             "Communication takes longer than computation, so more rows per "
             "replica (up to 7 fit) add little time.",
         ),
-        ({"estimate": times(compute=0.1, links=0.4), "most_rows": 5}, ""),
+        ({"estimate": times(compute=0.1, links=0.4), "max_rows": 5}, ""),
         (
             {"bytes_in_all": 15.9e9},
             "Only 0.10 GB are left, so the step may no longer fit after a "
@@ -78,7 +78,7 @@ def test_with_remat_is_said_only_where_it_saves():
         "memory from 30.0 to 9.00 GB."
     )
     assert write_advice(big, remat=(30e9, 29e9)) == write_advice(big)
-    one = step(bytes_in_all=30e9, memory=ROWS, most_rows=None)
+    one = step(bytes_in_all=30e9, memory=ROWS, max_rows=None)
     assert "RematScope" not in write_advice(one, has_remat=True)
 
 
@@ -98,24 +98,31 @@ def test_sums_in_float32_are_named_if_they_take_long():
 
 def test_a_step_that_python_starts_more_slowly_than_it_runs():
     host = times(3e-4, 1e-4, 1e-4, 0.0, 0.01, host=3e-4)
-    advice = write_advice(step(estimate=host, dearest={"dot in a": 1e-4}))
+    advice = write_advice(
+        step(estimate=host, top_operations={"dot in a": 1e-4})
+    )
     assert advice.startswith("Python starts a step no faster than in 0.3 ms")
     assert "steps_per_execution" in advice
     assert "dot" not in advice
 
 
 def test_the_dearest_operations_of_a_step_with_little_use_are_named():
-    dearest = {"gather in a": 0.2, "gather in b": 0.25, "dot in c": 0.04}
+    top_operations = {"gather in a": 0.2, "gather in b": 0.25, "dot in c": 0.04}
     slow = times(0.5, utilization=0.04)
-    advice = write_advice(step(estimate=slow, dearest=dearest))
+    advice = write_advice(step(estimate=slow, top_operations=top_operations))
     assert advice == (
         "The most expensive operations of the 500 ms are gather in b (250 "
         "ms) and gather in a (200 ms)."
     )
     # Others than these take the time.
-    small = {name: seconds / 20 for name, seconds in dearest.items()}
-    assert write_advice(step(estimate=slow, dearest=small)) == ""
+    small = {name: seconds / 20 for name, seconds in top_operations.items()}
+    assert write_advice(step(estimate=slow, top_operations=small)) == ""
     usual = times(0.5, utilization=0.06)
-    assert write_advice(step(estimate=usual, dearest=dearest)) == ""
+    assert (
+        write_advice(step(estimate=usual, top_operations=top_operations)) == ""
+    )
     unknown = times(0.5, utilization=None)
-    assert write_advice(step(estimate=unknown, dearest=dearest)) == ""
+    assert (
+        write_advice(step(estimate=unknown, top_operations=top_operations))
+        == ""
+    )

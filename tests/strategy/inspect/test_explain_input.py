@@ -90,9 +90,11 @@ def list_steps(size, mesh, process_index, is_balanced):
 def placed(parts, mesh):
     """True rows of each replica, as `batches.place` lays them out."""
     each = mesh.replicas_per_process
-    most = batches._block_index(parts, mesh) // each
+    maximum = batches._block_index(parts, mesh) // each
     return tuple(
-        min(max(n - r * most, 0), most) for n in parts for r in range(each)
+        min(max(n - r * maximum, 0), maximum)
+        for n in parts
+        for r in range(each)
     )
 
 
@@ -515,7 +517,7 @@ class TestTfData:
             "each process reads only its shard"
         )
 
-    def test_endless(self, tf):
+    def test_infinite(self, tf):
         dataset = tf.data.Dataset.range(13).repeat().batch(4)
         explanation = explain(dataset)
         assert explanation.facts["epoch"].startswith("unknown")

@@ -118,7 +118,7 @@ class Factory:
 
 
 def generator():
-    """One pass, of endless data."""
+    """One pass, of infinite data."""
 
     def batches():
         while True:
