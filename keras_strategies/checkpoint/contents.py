@@ -27,7 +27,7 @@ from keras_strategies.cluster.array_kinds import parse_dtype
 from keras_strategies.names import dry_run
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.values import set_apart
-from keras_strategies.variables.shardings import sharding_of
+from keras_strategies.variables.shardings import get_sharding
 
 Groups = Mapping[str, Sequence[keras.Variable]]
 Arrays = dict[str, dict[str, Any]]
@@ -266,7 +266,7 @@ def _make_target(
     shape, dtype = tuple(variable.shape), variable.value.dtype
     sharding = variable.value.sharding
     if mesh is not None:
-        sharding = sharding_of(variable, mesh)
+        sharding = get_sharding(variable, mesh)
     if jax.process_count() > 1 and sharding.is_fully_addressable:
         # The variable is process-local; every process restores the value that
         # the chief saved.

@@ -19,7 +19,7 @@ from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.cluster.exchange.message_forms import (
     MAX_MESSAGE,
     Either,
-    problem_of,
+    find_problem,
 )
 from keras_strategies.cluster.untrusted import load_json
 
@@ -70,7 +70,7 @@ def select_local_states(
       ValueError: if `state` is not a result of `gather_states`, or contains the
         states of a different number of processes.
     """
-    problem = problem_of(state, _STATES)
+    problem = find_problem(state, _STATES)
     if problem is not None:
         raise ValueError(
             "Objects must be restored from a checkpoint that contains their "
@@ -185,7 +185,7 @@ def join(state: Tree, arrays: Mapping[str, Any]) -> Tree:
     if mark not in _FORMS:
         return {key: join(v, arrays) for key, v in state.items()}
     content = state[mark]
-    if problem_of(content, _FORMS[mark]) is not None:
+    if find_problem(content, _FORMS[mark]) is not None:
         raise _make_error(f"the value of {mark!r} is malformed")
     if mark == _ARRAY:
         if content not in arrays:
@@ -230,8 +230,8 @@ def unpack(text: str) -> Tree:
         message = load_json(text, max_characters=MAX_MESSAGE, has_nan=True)
     except ValueError as error:
         raise _make_error(str(error)) from None
-    problem = problem_of(message, (object, dict))
-    problem = problem or problem_of([*message[1].values()], [_ARRAY_FORM])
+    problem = find_problem(message, (object, dict))
+    problem = problem or find_problem([*message[1].values()], [_ARRAY_FORM])
     if problem is not None:
         raise _make_error(problem)
     plain, sent = message

@@ -25,7 +25,10 @@ from keras_strategies.checkpoint.orbax_io import (
     make_checkpointer,
     restore_arrays,
 )
-from keras_strategies.cluster.exchange.message_forms import is_count, problem_of
+from keras_strategies.cluster.exchange.message_forms import (
+    find_problem,
+    is_count,
+)
 from keras_strategies.fit.callbacks.callback_states import (
     has_swapped_averages,
 )
@@ -162,7 +165,7 @@ def read_position(document: contents.Document, path: str) -> tuple[int, int]:
       DamagedCheckpoint: if the document does not contain these numbers.
     """
     state = document["state"]
-    problem = problem_of(state, _PLACE, "its state")
+    problem = find_problem(state, _PLACE, "its state")
     if problem is not None:
         raise make_damage_error(path, names.RUN, problem)
     return state["epoch"], state["step"]

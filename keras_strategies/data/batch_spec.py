@@ -13,7 +13,7 @@ import numpy as np
 
 from keras_strategies._types import Array, Shape, Tree
 from keras_strategies.cluster.array_kinds import is_shape, parse_dtype
-from keras_strategies.cluster.exchange.message_forms import Form, problem_of
+from keras_strategies.cluster.exchange.message_forms import Form, find_problem
 from keras_strategies.cluster.untrusted import load_json
 
 _MAX_CHARACTERS = 1 << 20
@@ -160,7 +160,7 @@ def _decode(value: object, has_classes: bool) -> Tree:
     form = _FORMS.get(keys)
     problem = "a part of it describes neither a nest nor an array"
     if form is not None and (has_classes or keys != _NAMED):
-        problem = problem_of(value, form, "a part of it")
+        problem = find_problem(value, form, "a part of it")
     if problem is not None or not isinstance(value, dict):
         raise _make_error(str(problem))
     if "dtype" in value:

@@ -17,12 +17,12 @@ from keras_strategies.cluster.exchange.host_exchange import (
     Agreement as Agreement,
 )
 from keras_strategies.cluster.exchange.message_forms import Form as Form
+from keras_strategies.cluster.exchange.message_forms import (
+    find_problem as find_problem,
+)
 from keras_strategies.cluster.exchange.message_forms import is_count as is_count
 from keras_strategies.cluster.exchange.message_forms import (
     load_form as load_form,
-)
-from keras_strategies.cluster.exchange.message_forms import (
-    problem_of as problem_of,
 )
 from keras_strategies.cluster.exchange.message_forms import (
     read_messages as read_messages,

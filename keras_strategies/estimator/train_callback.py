@@ -81,8 +81,10 @@ def read_progress(model_dir: str) -> Progress:
 def share_progress(mesh: ReplicaMesh, model_dir: str) -> Progress:
     """Returns the chief's training progress; all processes must call this."""
     local = dataclasses.asdict(read_progress(model_dir))
-    of_chief = broadcast_from_chief(mesh, "`Estimator.train`", local, _PROGRESS)
-    return Progress(**{name: of_chief[name] for name in _PROGRESS})
+    chief_progress = broadcast_from_chief(
+        mesh, "`Estimator.train`", local, _PROGRESS
+    )
+    return Progress(**{name: chief_progress[name] for name in _PROGRESS})
 
 
 def is_done_at(model_dir: str, step: int, epoch: int) -> bool:

@@ -78,11 +78,11 @@ def compute_moments(
 
     axes = list(layer._reduction_axes or ())
     if mask is not None:
-        mean_of = _make_masked_mean(step, axes, inputs, mask)
+        compute_mean = _make_masked_mean(step, axes, inputs, mask)
     else:
-        mean_of = _make_row_mean(step, axes, is_ragged=is_ragged)
-    mean = mean_of(inputs)
-    variance = mean_of(ops.square(inputs - mean))
+        compute_mean = _make_row_mean(step, axes, is_ragged=is_ragged)
+    mean = compute_mean(inputs)
+    variance = compute_mean(ops.square(inputs - mean))
     moments = ops.squeeze(mean, axes), ops.squeeze(variance, axes)
     return moments if step is None else _mark_moments(step, moments)
 
@@ -113,14 +113,14 @@ def _mark_moments(
 def _make_row_mean(
     step: StepContext | None, axes: list[int], *, is_ragged: bool
 ) -> Callable[[Array], Any]:
-    def mean_of(value: Array) -> Array:
+    def compute_mean(value: Array) -> Array:
         if step is None or not is_ragged:
             return _average(step, ops.mean(value, axes, keepdims=True))
         count = math.prod(value.shape[axis] for axis in axes)
         total = _average(step, ops.sum(value, axes, keepdims=True))
         return total / _average(step, ops.full_like(total, count))
 
-    return mean_of
+    return compute_mean
 
 
 def _make_masked_mean(
@@ -138,11 +138,11 @@ def _make_masked_mean(
     num_replicas = 1 if step is None else step.num_replicas
     weight = count + keras.config.epsilon() / num_replicas
 
-    def mean_of(value: Array) -> Array:
+    def compute_mean(value: Array) -> Array:
         total = ops.sum(ops.where(kept, value, 0), axes, keepdims=True)
         return _average(step, total) / weight
 
-    return mean_of
+    return compute_mean
 
 
 def _average(step: StepContext | None, value: Array) -> Array:

@@ -138,8 +138,8 @@ def plan_group(
         replicas' changes are summed by default.
     """
     return [
-        plan_variable(step, *of_variable, are_metrics)
-        for of_variable in zip(variables, old, folded, new, strict=True)
+        plan_variable(step, *values, are_metrics)
+        for values in zip(variables, old, folded, new, strict=True)
     ]
 
 

@@ -112,7 +112,7 @@ def _update_in_turn(
 ) -> object:
     """Updates a metric with every replica's scalars, in order of replica id."""
     leaves, structure = jax.tree.flatten((update.args, update.kwargs))
-    of_all = [
+    all_leaves = [
         all_rows(jnp.asarray(leaf)[None], step.axis)
         if isinstance(leaf, jax.Array)
         else [leaf] * step.num_replicas
@@ -121,7 +121,7 @@ def _update_in_turn(
     result = None
     with step.flag("in_metric"):
         for replica in range(step.num_replicas):
-            scalars = [every[replica] for every in of_all]
+            scalars = [every[replica] for every in all_leaves]
             args, kwargs = jax.tree.unflatten(structure, scalars)
             result = original(update.metric, *args, **kwargs)
     return result

@@ -236,7 +236,9 @@ def _mark_update(
 
     def reduction(variable: keras.Variable) -> Reduction:
         is_largest = _is_overwritten(variable)
-        return MAX if is_largest else shardings.gradient_spec_of(variable, mesh)
+        return (
+            MAX if is_largest else shardings.get_gradient_spec(variable, mesh)
+        )
 
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     attributes = (*vars(optimizer).values(), *vars(inner).values())
@@ -247,7 +249,7 @@ def _mark_update(
         [grads[i] for i in present],
         values,
         reductions=[reduction(targets[i]) for i in present],
-        specs=[shardings.spec_of(v, mesh) for v in targets],
+        specs=[shardings.get_spec(v, mesh) for v in targets],
         divisor=divisor,
         on_replicated=lambda: shardings.note_replicated_update(targets),
         key=[*(targets[i] for i in present), *targets, optimizer, *numbers],

@@ -81,7 +81,7 @@ def accumulate(
       the accumulators are sums, or the gradients cannot be added to them. In
       the latter case the optimizer uses summands as sums.
     """
-    accumulators = IdentitySet(accumulators_of(optimizer))
+    accumulators = IdentitySet(list_accumulators(optimizer))
     if not len(accumulators):
         return []
     before = IdentityMap(zip(targets, values, strict=False))
@@ -144,7 +144,7 @@ def are_used_as_sums(
     )
 
 
-def accumulators_of(optimizer: Any) -> list[keras.Variable]:
+def list_accumulators(optimizer: Any) -> list[keras.Variable]:
     """Returns the accumulators of an optimizer, in the order of its weights."""
     inner = unwrap(optimizer)
     return list(getattr(inner, "_accumulated_gradients", None) or ())
@@ -212,7 +212,7 @@ def _find_accumulators(
       The accumulators, or None if the gradients cannot be added to them.
     """
     inner = unwrap(optimizer)
-    accumulators: list[Any] = accumulators_of(inner)
+    accumulators: list[Any] = list_accumulators(inner)
     pairs = zip(grads, weights, strict=False)
     present = [(g, weight) for g, weight in pairs if g is not None]
     targets = [

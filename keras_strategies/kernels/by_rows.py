@@ -249,11 +249,11 @@ class _Call:
         if key in self.tested:
             return
         half = max(1, arrays[0].shape[0] // 2)
-        of_all, half_rows = (
+        all_rows, half_rows = (
             self._trace(with_rows(arrays, have_rows, rows))[0]
             for rows in (2 * half, half)
         )
-        found = find_difference(of_all, half_rows, have_rows, platform)
+        found = find_difference(all_rows, half_rows, have_rows, platform)
         if found is not None:
             raise ValueError(
                 "A part marked with `ks.by_rows` must compute each row by "

@@ -106,7 +106,7 @@ def find_all_blocks(model: keras.Model) -> Iterator[Blocks]:
       model: A built model.
     """
     for part in iter_functional_parts(model):
-        yield from find_blocks_of(part)
+        yield from find_equal_blocks(part)
 
 
 def iter_functional_parts(model: keras.Model) -> Iterator[keras.Model]:
@@ -140,7 +140,7 @@ def _has_graph(model: keras.Model) -> bool:
     return hasattr(get_graph(model), "_nodes_by_depth")
 
 
-def find_blocks_of(model: keras.Model) -> list[Blocks]:
+def find_equal_blocks(model: keras.Model) -> list[Blocks]:
     """Finds runs of equal blocks in a model's graph, the largest first.
 
     No two runs have a call in common.

@@ -18,7 +18,7 @@ Arrays = list[Any]
 
 
 def find_difference(
-    of_all: ClosedJaxpr,
+    all_rows: ClosedJaxpr,
     half_rows: ClosedJaxpr,
     have_rows: Sequence[bool],
     platform: str,
@@ -28,7 +28,7 @@ def find_difference(
     The numbers are random, except for arrays of the function that are known.
 
     Args:
-      of_all: The function, traced with an even number of rows.
+      all_rows: The function, traced with an even number of rows.
       half_rows: The function, traced with half of the rows.
       have_rows: Whether each of its operands has rows.
       platform: The platform for which the function is written.
@@ -37,12 +37,12 @@ def find_difference(
       What differs, for a message. None if all numbers agree, or if the function
       cannot run on this machine.
     """
-    have_rows = [*[False] * len(of_all.consts), *have_rows]
-    values = [*of_all.consts, *of_all.in_avals, *of_all.out_avals]
+    have_rows = [*[False] * len(all_rows.consts), *have_rows]
+    values = [*all_rows.consts, *all_rows.in_avals, *all_rows.out_avals]
     if not all(jnp.issubdtype(v.dtype, np.generic) for v in values):
         return None
     numbers = list(map(_draw, values))
-    are_rows = [*have_rows, *[True] * len(of_all.out_avals)]
+    are_rows = [*have_rows, *[True] * len(all_rows.out_avals)]
     halves = [
         [
             np.split(array, 2)[k] if is_rows else array
@@ -50,7 +50,11 @@ def find_difference(
         ]
         for k in range(2)
     ]
-    calls = [(of_all, numbers), (half_rows, halves[0]), (half_rows, halves[1])]
+    calls = [
+        (all_rows, numbers),
+        (half_rows, halves[0]),
+        (half_rows, halves[1]),
+    ]
     tolerance = max(map(_find_tolerance, numbers))
     for name, compute in (
         ("the results", _compute),

@@ -36,7 +36,7 @@ from keras_strategies.kernels.block_body import (
 from keras_strategies.kernels.equal_blocks import (
     Blocks,
     find_all_blocks,
-    find_blocks_of,
+    find_equal_blocks,
     get_graph,
     iter_calls,
     iter_functional_parts,
@@ -241,7 +241,7 @@ def _find_runs(graph: Any, mesh: ReplicaMesh) -> list[Blocks]:
     trainable = [v.trainable for v in graph.variables]
     found = vars(graph).get(_RUNS)
     if found is None or found[0] != trainable:
-        found = vars(graph)[_RUNS] = trainable, find_blocks_of(graph)
+        found = vars(graph)[_RUNS] = trainable, find_equal_blocks(graph)
     minimum = 0 if is_marked else _MIN_BLOCKS
     return [blocks for blocks in found[1] if len(blocks) >= minimum]
 

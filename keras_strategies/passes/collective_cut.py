@@ -148,11 +148,11 @@ def _collective_keys(collectives: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _places(keys: Sequence[Any], of_all: Sequence[Any]) -> list[int] | None:
+def _places(keys: Sequence[Any], all_keys: Sequence[Any]) -> list[int] | None:
     """Returns the positions of keys in a longer list, None if one is absent."""
     places, start = [], 0
     for key in keys:
-        rest = [k for k in range(start, len(of_all)) if of_all[k] == key]
+        rest = [k for k in range(start, len(all_keys)) if all_keys[k] == key]
         if not rest:
             return None
         places.append(rest[0])
@@ -260,4 +260,4 @@ def _evaluate(
 
 
 def _shapes(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [stages.shape_of(v.aval) for v in variables]
+    return [stages.get_shape(v.aval) for v in variables]

@@ -79,9 +79,9 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> float:
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         if name == "dot_general":
-            total += _of_product(equation)
+            total += _count_product(equation)
         elif name == "conv_general_dilated":
-            total += _of_convolution(equation)
+            total += _count_convolution(equation)
         inner = [count_flops(part) for part in jaxprs_in_params(params)]
         if name == "cond":
             total += max(inner, default=0.0)
@@ -90,14 +90,14 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> float:
     return total
 
 
-def _of_product(equation: Equation) -> float:
+def _count_product(equation: Equation) -> float:
     (contracted, _), _ = equation.params["dimension_numbers"]
     sizes = equation.invars[0].aval.shape
     summed = math.prod(sizes[dim] for dim in contracted)
     return 2.0 * math.prod(equation.outvars[0].aval.shape) * summed
 
 
-def _of_convolution(equation: Equation) -> float:
+def _count_convolution(equation: Equation) -> float:
     numbers, params = equation.params["dimension_numbers"], equation.params
     lhs, kernel = (invar.aval.shape for invar in equation.invars)
     out = equation.outvars[0].aval.shape

@@ -145,7 +145,7 @@ def read_value(operand: Var | Literal, values: Mapping[Var, Any]) -> Array:
     return operand.val if isinstance(operand, Literal) else values[operand]
 
 
-def shape_of(value: Array) -> jax.ShapeDtypeStruct:
+def get_shape(value: Array) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of an array or of a variable's `aval`."""
     weak = getattr(value, "weak_type", False)
     return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)

@@ -13,10 +13,10 @@ from keras_strategies._types import Array
 from keras_strategies.passes.stages import (
     compute_equations,
     equations_in,
+    get_shape,
     has_effects,
     names_in,
     references,
-    shape_of,
     variables,
 )
 
@@ -200,7 +200,7 @@ def _trace_rule(jaxpr: Jaxpr, equation: JaxprEqn) -> ClosedJaxpr:
         results, pull_back, rest = jax.vjp(forward, floats, has_aux=True)
         return results, rest, pull_back(results)
 
-    return jax.make_jaxpr(compute_both)(*(shape_of(v.aval) for v in read))
+    return jax.make_jaxpr(compute_both)(*(get_shape(v.aval) for v in read))
 
 
 def _is_float(array: Array) -> bool:

@@ -56,8 +56,8 @@ from keras_strategies.spmd.identity import (
     temporary_attribute as temporary_attribute,
 )
 from keras_strategies.spmd.mesh import ReplicaMesh as ReplicaMesh
+from keras_strategies.step.lower_step import get_shape as get_shape
 from keras_strategies.step.lower_step import lower_step as lower_step
-from keras_strategies.step.lower_step import shape_of as shape_of
 from keras_strategies.step.step_functions import (
     step_variables as step_variables,
 )

@@ -121,7 +121,7 @@ def _set_variables(ended: list[_Ended], mesh: ReplicaMesh) -> None:
             )
             on_read.set_copies(variable, copies, _replicate(value, mesh))
         else:
-            sharding = shardings.sharding_of(variable, mesh)
+            sharding = shardings.get_sharding(variable, mesh)
             variable._value = jax.device_put(value, sharding)
 
 
@@ -143,8 +143,8 @@ def _merge_writes(
     # Replicas may use different variables, but all replicas must reduce the
     # same variables in the same order. So each replica reduces the union of
     # all replicas' variables.
-    of_all = turn.meet(list(seen.old))
-    variables = list(IdentitySet(v for each in of_all for v in each))
+    all_old = turn.meet(list(seen.old))
+    variables = list(IdentitySet(v for each in all_old for v in each))
     folded = [seen.get_current_value_before(v) for v in variables]
     called = replica_trace.collect_call(step, seen, results, variables, folded)
     notes: list[replica_merge.BranchFacts] = turn.meet(called.note)

@@ -18,7 +18,7 @@ import numpy as np
 from keras_strategies._types import Leaf, Tree
 from keras_strategies.spmd import values
 from keras_strategies.spmd.mesh import ReplicaMesh
-from keras_strategies.step.lower_step import shape_of
+from keras_strategies.step.lower_step import get_shape
 
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 _PLAIN = (bool, int, str, bytes, type(None))
@@ -183,7 +183,7 @@ def describe_argument(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
       ValueError: if the rows cannot be split evenly among the replicas.
     """
     if isinstance(leaf, values.Mirrored):
-        return _describe_shape(REPLICATED, shape_of(leaf.array), mesh.whole)
+        return _describe_shape(REPLICATED, get_shape(leaf.array), mesh.whole)
     if isinstance(leaf, values.PerReplica):
         values.check_home(leaf, mesh)
         if leaf.layout not in (values.ROWS, values.STACKED):
@@ -193,11 +193,11 @@ def describe_argument(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
                 "Pass the shapes of such a batch."
             )
         return _describe_shape(
-            leaf.layout, shape_of(leaf.arrays[0]), mesh.split
+            leaf.layout, get_shape(leaf.arrays[0]), mesh.split
         )
     if getattr(leaf, "shape", None) is None or not hasattr(leaf, "dtype"):
         return (STATIC, None, None, make_value_key(leaf), leaf), None
-    described = shape_of(leaf)
+    described = get_shape(leaf)
     if not described.shape:
         return _describe_shape(REPLICATED, described, mesh.whole)
     rows = described.shape[0]

@@ -33,7 +33,7 @@ from keras_strategies.spmd.mesh import ReplicaMesh, format_devices
 from keras_strategies.spmd.replica_map import all_max, all_min, as_number
 from keras_strategies.step.ragged import replica_merge
 from keras_strategies.step.ragged.ragged_call import BranchResult
-from keras_strategies.variables.shardings import placement_of
+from keras_strategies.variables.shardings import get_placement
 
 
 @jax.tree_util.register_static
@@ -60,11 +60,13 @@ class TraceReport:
     unchecked: list[int]
     shapes: list[list[tuple[int, ...]]] | None
 
-    def shapes_of(self, position: int) -> tuple[tuple[int, ...], ...] | None:
+    def get_shapes(self, position: int) -> tuple[tuple[int, ...], ...] | None:
         """Returns an array's shape on each replica; None if all are equal."""
         if self.shapes is None:
             return None
-        shapes = tuple(of_replica[position] for of_replica in self.shapes)
+        shapes = tuple(
+            replica_shapes[position] for replica_shapes in self.shapes
+        )
         return shapes if len(set(shapes)) > 1 else None
 
 
@@ -261,7 +263,7 @@ def make_report(
     if mesh.num_replicas == 1:
         return report
     small = [k for k, output in enumerate(outputs) if output.size <= _SUMMED]
-    summed = [k for k in small if report.shapes_of(k) is None]
+    summed = [k for k in small if report.get_shapes(k) is None]
     return dataclasses.replace(report, summed=summed)
 
 
@@ -315,7 +317,7 @@ def refuse_foreign(variable: keras.Variable, mesh: ReplicaMesh) -> None:
     other variables of its own strategy.
     """
     devices = getattr(variable._layout, "device_set", None)
-    placement = placement_of(variable)
+    placement = get_placement(variable)
     is_sharded = placement is not None and placement.mesh is not mesh
     if devices is None or (devices == set(mesh.devices) and not is_sharded):
         return

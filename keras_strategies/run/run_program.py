@@ -187,7 +187,7 @@ class RunProgram:
         mesh, replicated = self._mesh, replicated_spec()
         split = split_spec(mesh)
         written, read = (
-            [shardings.spec_of(v, mesh) for v in group]
+            [shardings.get_spec(v, mesh) for v in group]
             for group in (self._written, self._read)
         )
         new = written + [replicated] * len(self._on_read)
@@ -203,9 +203,9 @@ class RunProgram:
     def lower(self, leaves: list[Any]) -> jax.stages.Lowered:
         """Lowers the program for the arguments' shapes, without values."""
         mesh = self._mesh
-        written = shardings.shapes_of(self._written, mesh)
+        written = shardings.get_shapes(self._written, mesh)
         copies = on_read.make_copy_shapes(self._on_read, mesh)
-        read = shardings.shapes_of(self._read, mesh)
+        read = shardings.get_shapes(self._read, mesh)
         with replica_trace.kernels_for(mesh):
             return compiled.lower(self._program, written, copies, read, leaves)
 
@@ -289,7 +289,7 @@ class RunProgram:
     ) -> Tree:
         totals = dict(zip(report.summed, sums, strict=True))
         wrapped = (
-            self._wrap_array(array, totals.get(k), report.shapes_of(k))
+            self._wrap_array(array, totals.get(k), report.get_shapes(k))
             for k, array in enumerate(arrays)
         )
         return replica_trace.rebuild_nest(

@@ -296,7 +296,7 @@ def _put(column: Sequence[Any], block: int, mesh: ReplicaMesh) -> jax.Array:
     ]
     rows, first = block * mesh.num_readers, mesh.reader_index * block
 
-    def rows_of(index: Any) -> Array:
+    def take_rows(index: Any) -> Array:
         start, stop, _ = index[is_stacked].indices(rows)
         parts = [array[start - first : stop - first] for array in arrays]
         if is_stacked:
@@ -309,7 +309,7 @@ def _put(column: Sequence[Any], block: int, mesh: ReplicaMesh) -> jax.Array:
     if is_stacked:
         shape = (len(arrays), *shape)
     sharding = mesh.stacked if is_stacked else mesh.split
-    return jax.make_array_from_callback(shape, sharding, rows_of)
+    return jax.make_array_from_callback(shape, sharding, take_rows)
 
 
 def _is_placed(leaf: object, mesh: ReplicaMesh) -> bool:

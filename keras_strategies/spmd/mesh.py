@@ -258,14 +258,14 @@ class ReplicaMesh:
         start = self.reader_index * count
         return range(start, start + count)
 
-    def first_of_readers(self, of_processes: Sequence[Any]) -> list[Any]:
+    def first_of_readers(self, values: Sequence[Any]) -> list[Any]:
         """Selects the value of the first process of each group in `readers`.
 
         Args:
-          of_processes: One value for each process, in the order of `processes`.
+          values: One value for each process, in the order of `processes`.
         """
-        values = dict(zip(self.processes, of_processes, strict=True))
-        return [values[group[0]] for group in self.readers]
+        by_process = dict(zip(self.processes, values, strict=True))
+        return [by_process[group[0]] for group in self.readers]
 
     @property
     def spreads_shards(self) -> bool:
@@ -355,8 +355,8 @@ def _check_owners(owners: list[int], cores: int) -> None:
         )
     runs = [(k, len(list(run))) for k, run in itertools.groupby(replica_groups)]
     if len(runs) != len(groups) or len({count for _, count in runs}) > 1:
-        of_each = [sorted(group) for group in replica_groups]
-        processes = [g[0] if len(g) == 1 else g for g in of_each]
+        sorted_groups = [sorted(group) for group in replica_groups]
+        processes = [g[0] if len(g) == 1 else g for g in sorted_groups]
         raise ValueError(
             "All processes must have the same number of replicas, and the "
             "replicas of a process must be consecutive. Received: replicas "

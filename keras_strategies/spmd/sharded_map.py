@@ -29,10 +29,10 @@ from keras_strategies.passes.marked_updates import (
 from keras_strategies.passes.sharded_values import ShardedInterpreter
 from keras_strategies.passes.specs import Placed, Sharded, Spec
 from keras_strategies.passes.stages import (
+    get_shape,
     has_effects,
     has_references,
     needed_equations,
-    shape_of,
     variables,
 )
 from keras_strategies.spmd.buffers import choose_buffering
@@ -84,8 +84,8 @@ def sharded_map(
         def flat(*leaves: Array) -> list[Any]:
             outputs = fn(*jax.tree.unflatten(structure, leaves))
             flat_outputs, result = jax.tree.flatten(outputs)
-            of_all = out_specs(outputs) if callable(out_specs) else out_specs
-            results[:] = [result, _flat(of_all, outputs)]
+            all_specs = out_specs(outputs) if callable(out_specs) else out_specs
+            results[:] = [result, _flat(all_specs, outputs)]
             return flat_outputs
 
         whole = replicated_spec()
@@ -94,7 +94,7 @@ def sharded_map(
             flat, mesh, in_specs=manual, out_specs=whole, is_rearranged=True
         )
         with collect_updates() as updates:
-            traced = jax.make_jaxpr(replicated)(*map(shape_of, inputs))
+            traced = jax.make_jaxpr(replicated)(*map(get_shape, inputs))
         step = _SectionedStep(traced, updates, mesh, specs, inputs)
         return jax.tree.unflatten(results[0], step.compute(results[1]))
 

@@ -56,7 +56,7 @@ def lower_step(
         data = parts = parts[:1]
     # A user-defined step gets data with the same structure as in `fit`, such as
     # `(x, y)`.
-    data, parts = jax.tree.map(shape_of, (data, parts))
+    data, parts = jax.tree.map(get_shape, (data, parts))
     rows = num_rows(data)
     build(parts)
     padded = padded_rows(rows, mesh.num_replicas)
@@ -67,7 +67,7 @@ def lower_step(
     program = step_functions.make_program(
         model, mesh, kind, variables, replica_scope, layout
     )
-    state = tuple(shardings.shapes_of(group, mesh) for group in variables)
+    state = tuple(shardings.get_shapes(group, mesh) for group in variables)
 
     def place(steps: int) -> Segment:
         leading = (padded,) if steps == 1 else (steps, padded)
@@ -90,7 +90,7 @@ def _check_kind(kind: str) -> None:
         )
 
 
-def shape_of(leaf: object) -> jax.ShapeDtypeStruct:
+def get_shape(leaf: object) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of an array or of an abstract array.
 
     Raises:

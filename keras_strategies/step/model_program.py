@@ -42,8 +42,8 @@ from keras_strategies.step.router import Router
 from keras_strategies.step.state.layout import PLAIN, Layout, Step
 from keras_strategies.step.traced import call_on_global_batch, jit_named
 from keras_strategies.variables.shardings import (
-    sharding_of,
-    spec_of,
+    get_sharding,
+    get_spec,
 )
 
 _INDIVISIBLE = "the replicas cannot share the rows of its batch evenly"
@@ -91,7 +91,7 @@ class ModelProgram:
         self._variables = variables
         self._written = written
         self._read = tuple(i for i in range(len(variables)) if i not in written)
-        self._specs = [[spec_of(v, mesh) for v in g] for g in variables]
+        self._specs = [[get_spec(v, mesh) for v in g] for g in variables]
         self._is_sharded = any(
             isinstance(spec, Sharded) for group in self._specs for spec in group
         )
@@ -141,7 +141,9 @@ class ModelProgram:
             for is_stacked in (False, True)
         )
         ragged = self._run_ragged_rows
-        of_global, of_ragged = (f"{name}_{of}" for of in ("global", "ragged"))
+        global_name, ragged_name = (
+            f"{name}_{of}" for of in ("global", "ragged")
+        )
         jit_for_shape = functools.partial(
             jit_named, donate_argnums=0, static_argnums=3
         )
@@ -158,11 +160,11 @@ class ModelProgram:
             ),
             Form.GLOBAL: jit_for_shape(
                 constrain(self._run_global_batch),
-                of_global,
+                global_name,
                 out_shardings=None if is_sharded or has_cores else mesh.whole,
             ),
             Form.RAGGED: jit_for_shape(
-                ragged if has_rows else constrain(ragged), of_ragged
+                ragged if has_rows else constrain(ragged), ragged_name
             ),
         }
 
@@ -173,7 +175,7 @@ class ModelProgram:
     def _find_shardings(self, is_even: bool) -> Sequence[Sequence[Any]]:
         """Returns the shardings of the state of one of the programs."""
         mesh = self._mesh
-        plain = [[sharding_of(v, mesh) for v in g] for g in self._variables]
+        plain = [[get_sharding(v, mesh) for v in g] for g in self._variables]
         return self._mapped_layout.find_shardings(plain) if is_even else plain
 
     def _run_even_rows(
@@ -232,13 +234,13 @@ class ModelProgram:
     def _result_specs(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
         _, _, changed = results
         written, read = self._divide(self._specs)
-        of_changed = [
+        changed_specs = [
             {k: group[int(k)] for k in values}
             for group, values in zip(read, changed, strict=True)
         ]
         has_rows = self._returns_rows
-        of_results = split_spec(self._mesh) if has_rows else replicated_spec()
-        return of_results, written, of_changed
+        result_spec = split_spec(self._mesh) if has_rows else replicated_spec()
+        return result_spec, written, changed_specs
 
     def _run_global_batch(
         self, written: Group, read: Group, data: Batch, shape: RowShape

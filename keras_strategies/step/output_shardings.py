@@ -17,7 +17,7 @@ from keras_strategies.keras_bridge.step_context import Group
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.variables.shardings import (
     any_sharded,
-    sharding_of,
+    get_sharding,
 )
 
 Program = Callable[..., Any]
@@ -72,7 +72,7 @@ def constrain_run(
     def with_shardings(*args: Tree) -> tuple[Any, ...]:
         results, copies, sums, same, values, report = program(*args)
         split, replicated = mesh.split, mesh.whole
-        shardings = [sharding_of(v, mesh) for v in variables]
+        shardings = [get_sharding(v, mesh) for v in variables]
         return (
             _constrain(results, split),
             _constrain(copies, split),

@@ -80,11 +80,11 @@ class RaggedRows:
         ]
         indices, returned, start = [], np.zeros(padded, int), 0
         for replica, count in enumerate(counts):
-            of_replica = places[start : start + count]
-            returned[of_replica] = replica * maximum + np.arange(count)
+            own = places[start : start + count]
+            returned[own] = replica * maximum + np.arange(count)
             # The padding repeats the replica's last row.
-            last = of_replica[-1] if of_replica else 0
-            indices += of_replica + [last] * (maximum - count)
+            last = own[-1] if own else 0
+            indices += own + [last] * (maximum - count)
             start += count
         return cls(
             counts=tuple(counts), indices=np.asarray(indices), returned=returned
@@ -250,9 +250,9 @@ class _OneReplica:
     def call(self, state: list[Any], leaves: list[Any]) -> BranchResult:
         """Calls the step on a state and on arrays of shape (1, rows, ...)."""
         count = leaves[0].shape[1]
-        of_all = group_rows_of_all((count,) * len(leaves), self.rows)
+        all_rows = group_rows_of_all((count,) * len(leaves), self.rows)
         step = StepContext(facts=self.facts).with_facts(
-            rows=count, rows_of_all=of_all, share=None
+            rows=count, rows_of_all=all_rows, share=None
         )
         variables = [v for group in self.variables for v in group]
         step.notes.replica_seeds.update(filter(seeds.is_seed, variables))

@@ -52,7 +52,7 @@ def expand_tapes(traced: ClosedJaxpr) -> ClosedJaxpr:
     def compute(*inputs: Array) -> list[Any]:
         return expansion.compute(traced.consts, inputs)
 
-    return jax.make_jaxpr(compute)(*map(stages.shape_of, traced.in_avals))
+    return jax.make_jaxpr(compute)(*map(stages.get_shape, traced.in_avals))
 
 
 def may_have_tapes() -> bool:
@@ -250,7 +250,7 @@ class _Expansion:
             results = [inner[v] for v in targets]
             return results, [inner.known[v] for v in computed]
 
-        shapes = [stages.shape_of(v.aval) for v in others]
+        shapes = [stages.get_shape(v.aval) for v in others]
         _, pull_back, arrays = jax.vjp(
             forward,
             [values[v] for v in free],

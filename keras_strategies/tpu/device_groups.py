@@ -337,7 +337,7 @@ def _iter_boxes(devices: Sequence[jax.Device]) -> Iterator[tuple[int, Cell]]:
     hosts: dict[int, set[Cell]] = {}
     for device in devices:
         hosts.setdefault(device.process_index, set()).add(get_chip(device))
-    sizes = [compute_box(sorted(of_host))[1] for of_host in hosts.values()]
+    sizes = [compute_box(sorted(cells))[1] for cells in hosts.values()]
     host_shape = np.max(sizes, axis=0).tolist()
     # In each dimension, the size of a box must divide the slice's size and be
     # a multiple of a host's size.

@@ -27,9 +27,9 @@ from keras_strategies._types import Array, Shape
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.variables.shardings import (
+    get_placement,
     make_plain,
     make_sharded,
-    placement_of,
 )
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def make_real(variable: keras.Variable) -> Callable[..., Any] | None:
     variable.__class__ = keras.Variable
     for name in (_LAYER, _LOST, _SLOTS, _VALUE):
         variable.__dict__.pop(name, None)
-    if placement_of(variable) is not None:
+    if get_placement(variable) is not None:
         make_sharded(variable)
     return initializer
 

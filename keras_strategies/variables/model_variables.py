@@ -29,7 +29,7 @@ from keras_strategies.spmd.mesh import (
 from keras_strategies.variables.abstract_variables import (
     refuse_abstract,
 )
-from keras_strategies.variables.shardings import sharding_of
+from keras_strategies.variables.shardings import get_sharding
 from keras_strategies.variables.variable_creator import (
     variable_creator_scope,
 )
@@ -233,7 +233,7 @@ def take_ownership(
     counts = _count_references(group) if donate else []
     pointers: set[int] = set()
     for i, variable in enumerate(variables):
-        value, sharding = group[i], sharding_of(variable, mesh)
+        value, sharding = group[i], get_sharding(variable, mesh)
         if not has_sharding(value, sharding):
             value = copy_with_sharding(value, sharding)
         elif donate:

@@ -42,25 +42,25 @@ class Placement:
     Attributes:
       mesh: The mesh of the strategy's replicas.
       sharding: The variable's sharding.
-      of_slots: The sharding of the variable's optimizer slots and of its summed
-        gradient.
+      slot_sharding: The sharding of the variable's optimizer slots and of its
+        summed gradient.
       sum_dtype: The dtype in which the gradients are summed; None for the dtype
         of the gradients.
     """
 
     mesh: ReplicaMesh
     sharding: NamedSharding
-    of_slots: NamedSharding
+    slot_sharding: NamedSharding
     sum_dtype: str | None = None
 
 
-def placement_of(variable: keras.Variable) -> Placement | None:
+def get_placement(variable: keras.Variable) -> Placement | None:
     """Returns a variable's placement, or None if it is replicated."""
     return getattr(variable, _PLACEMENT, None)
 
 
 def forget_placement(variable: keras.Variable) -> None:
-    """Makes `sharding_of` treat a variable as replicated again."""
+    """Makes `get_sharding` treat a variable as replicated again."""
     variable.__dict__.pop(_ASKED, None)
     if hasattr(variable, _PLACEMENT):
         delattr(variable, _PLACEMENT)
@@ -68,25 +68,25 @@ def forget_placement(variable: keras.Variable) -> None:
         make_plain(variable)
 
 
-def sharding_of(variable: keras.Variable, mesh: ReplicaMesh) -> NamedSharding:
+def get_sharding(variable: keras.Variable, mesh: ReplicaMesh) -> NamedSharding:
     """Returns a variable's sharding in a strategy's mesh."""
-    placement = placement_of(variable)
+    placement = get_placement(variable)
     if placement is None or placement.mesh is not mesh:
         return mesh.whole
     return placement.sharding
 
 
-def spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
+def get_spec(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
     """Returns a variable's sharding in a function mapped over the replicas."""
-    return _spec(sharding_of(variable, mesh), mesh)
+    return _spec(get_sharding(variable, mesh), mesh)
 
 
-def gradient_spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
+def get_gradient_spec(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
     """Returns the sharding of a weight's summed gradient and of its slots."""
-    placement = placement_of(variable)
+    placement = get_placement(variable)
     if placement is None or placement.mesh is not mesh:
         return replicated_spec()
-    spec = _spec(placement.of_slots, mesh)
+    spec = _spec(placement.slot_sharding, mesh)
     if isinstance(spec, Sharded) and placement.sum_dtype is not None:
         return dataclasses.replace(spec, sum_dtype=placement.sum_dtype)
     return spec
@@ -94,8 +94,8 @@ def gradient_spec_of(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
 
 def any_sharded(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> bool:
     """Returns whether any of the variables is sharded over the replicas."""
-    placed = [v for v in variables if placement_of(v) is not None]
-    return any(isinstance(spec_of(v, mesh), Sharded) for v in placed)
+    placed = [v for v in variables if get_placement(v) is not None]
+    return any(isinstance(get_spec(v, mesh), Sharded) for v in placed)
 
 
 def _spec(sharding: NamedSharding, mesh: ReplicaMesh) -> Spec:
@@ -108,7 +108,7 @@ def _spec(sharding: NamedSharding, mesh: ReplicaMesh) -> Spec:
 def note_replicated_update(variables: Iterable[keras.Variable]) -> None:
     """Records that each replica updates the full value of sharded variables."""
     for variable in variables:
-        if placement_of(variable) is not None:
+        if get_placement(variable) is not None:
             setattr(variable, _UPDATED_REPLICATED, True)
 
 
@@ -117,13 +117,13 @@ def is_updated_replicated(variable: keras.Variable) -> bool:
     return getattr(variable, _UPDATED_REPLICATED, False)
 
 
-def shapes_of(
+def get_shapes(
     variables: Iterable[keras.Variable], mesh: ReplicaMesh
 ) -> list[jax.ShapeDtypeStruct]:
     """Returns shapes, dtypes and shardings of variables, to lower a program."""
     return [
         jax.ShapeDtypeStruct(
-            tuple(v.shape), v.dtype, sharding=sharding_of(v, mesh)
+            tuple(v.shape), v.dtype, sharding=get_sharding(v, mesh)
         )
         for v in variables
     ]
@@ -164,7 +164,7 @@ class Placements:
             forget_placement(variable)
 
     def assign(self, variables: Iterable[keras.Variable]) -> None:
-        """Chooses the placements of variables, which `sharding_of` reads.
+        """Chooses the placements of variables, which `get_sharding` reads.
 
         Optimizer slots that already exist are found by their names, and are
         sharded in the same way as slots that are created in the scope
@@ -191,16 +191,16 @@ class Placements:
         self, variable: keras.Variable, axes: Axes, dim: Dimension
     ) -> None:
         """Shards a variable over cores, and along `dim` over the replicas."""
-        partitioner, of_slots = self.partitioner, axes
+        partitioner, slot_sharding = self.partitioner, axes
         if dim is not None:
-            of_slots = _strip_trailing(
+            slot_sharding = _strip_trailing(
                 (*axes[:dim], self._mesh.axis, *axes[dim + 1 :])
             )
         is_replicated = bool(partitioner and partitioner.has_replicated_weights)
         placement = Placement(
             mesh=self._mesh,
-            sharding=self._sharding(axes if is_replicated else of_slots),
-            of_slots=self._sharding(of_slots),
+            sharding=self._sharding(axes if is_replicated else slot_sharding),
+            slot_sharding=self._sharding(slot_sharding),
             sum_dtype=partitioner.sum_dtype if partitioner else None,
         )
         setattr(variable, _PLACEMENT, placement)
@@ -265,7 +265,7 @@ class Placements:
             return False
         if self.partitioner is None:
             return True
-        placement = placement_of(variable)
+        placement = get_placement(variable)
         is_placed = placement is not None and placement.mesh is self._mesh
         is_decided = getattr(variable, _ASKED, None) is self._mesh
         return not (is_placed or is_decided or variable.name == _SEED)
@@ -279,10 +279,10 @@ def _strip_trailing(axes: Axes) -> Axes:
 
 def shard_like(slot: keras.Variable, weight: keras.Variable) -> None:
     """Shards an optimizer slot with the sharding for its weight's slots."""
-    placement = placement_of(weight)
+    placement = get_placement(weight)
     if placement is not None and tuple(slot.shape) == tuple(weight.shape):
         slot_placement = dataclasses.replace(
-            placement, sharding=placement.of_slots
+            placement, sharding=placement.slot_sharding
         )
         setattr(slot, _PLACEMENT, slot_placement)
         make_sharded(slot)
@@ -299,13 +299,13 @@ def shard_slots_by_names(
       mesh: The mesh of the replicas.
     """
     variables = list(variables)
-    axes_of_slots: dict[str, tuple[keras.Variable, set[Any]]] = {}
+    slot_axes: dict[str, tuple[keras.Variable, set[Any]]] = {}
     for weight in variables:
-        placement = placement_of(weight)
+        placement = get_placement(weight)
         if placement is not None and placement.mesh is mesh:
             prefix = weight.path.replace("/", "_") + "_"
-            axes_of_slots[prefix] = weight, set(placement.of_slots.spec)
-    if not axes_of_slots:
+            slot_axes[prefix] = weight, set(placement.slot_sharding.spec)
+    if not slot_axes:
         return
     for slot in variables:
         # A slot is named after its weight's path ("dense_kernel_momentum"),
@@ -313,9 +313,9 @@ def shard_slots_by_names(
         # tried.
         ends = (i + 1 for i, letter in enumerate(slot.name) if letter == "_")
         for end in ends:
-            weight, axes = axes_of_slots.get(slot.name[:end], (slot, set()))
+            weight, axes = slot_axes.get(slot.name[:end], (slot, set()))
             # A slot that is already sharded over these axes stays as it is.
-            if axes - set(sharding_of(slot, mesh).spec) - {None}:
+            if axes - set(get_sharding(slot, mesh).spec) - {None}:
                 shard_like(slot, weight)
 
 

@@ -38,9 +38,9 @@ from keras_strategies.variables.initial_values import place_from_chief
 from keras_strategies.variables.shardings import (
     Placements,
     forget_placement,
-    placement_of,
+    get_placement,
+    get_sharding,
     shard_like,
-    sharding_of,
 )
 
 VariableCreator = initial_values.VariableCreator
@@ -96,7 +96,7 @@ class ReplicaDistribution(Distribution):
         self.placements.assign([variable])
         # If the strategy can only compile, variables stay on the host.
         mesh = self._mesh
-        return None if mesh.is_abstract else sharding_of(variable, mesh)
+        return None if mesh.is_abstract else get_sharding(variable, mesh)
 
     @contextlib.contextmanager
     def creating_equal(self) -> Iterator[None]:
@@ -199,10 +199,10 @@ def _set_layout_of_slots(
     If variables are sharded over the replicas, but not this weight, its layout
     is None in the block, so that Keras asks the distribution for the slot's.
     """
-    placement = placement_of(weight)
+    placement = get_placement(weight)
     if placement is None and distribution.placements.partitioner is None:
         return contextlib.nullcontext()
-    layout = None if placement is None else placement.of_slots
+    layout = None if placement is None else placement.slot_sharding
     is_same = layout is getattr(weight, "_layout", None)
     if is_same or (placement is not None and placement.mesh.is_abstract):
         return contextlib.nullcontext()
@@ -235,7 +235,7 @@ def adopt(
     """
     variables = list(variables)
     for variable in variables:
-        placement = placement_of(variable)
+        placement = get_placement(variable)
         if placement is not None and placement.mesh is not mesh:
             forget_placement(variable)
     placements.assign(variables)
@@ -243,7 +243,7 @@ def adopt(
         return
     moved = []
     for variable in variables:
-        value, sharding = variable._value, sharding_of(variable, mesh)
+        value, sharding = variable._value, get_sharding(variable, mesh)
         if value is None:
             variable._layout = sharding
             continue
@@ -254,7 +254,7 @@ def adopt(
     check_home(moved, mesh)
     if not moved:
         return
-    shardings = [sharding_of(v, mesh) for v in moved]
+    shardings = [get_sharding(v, mesh) for v in moved]
     values = [v._value for v in moved]
     if mesh.num_processes == 1:
         copies = list(map(copy_with_sharding, values, shardings))
@@ -269,7 +269,7 @@ def check_home(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> None:
     """Raises ValueError unless `adopt` can move all the variables."""
     for variable in variables:
         value = variable._value
-        if value is None or variable._layout is sharding_of(variable, mesh):
+        if value is None or variable._layout is get_sharding(variable, mesh):
             continue
         devices = value.sharding.device_set
         if len(devices) > 1 and devices != set(mesh.devices):

@@ -55,9 +55,9 @@ def test_numbers_are_finite(value):
 @pytest.mark.parametrize(
     ("bounds", "good", "bad", "rule"),
     [
-        ({"least": 1}, 1, 0, ">= 1"),
+        ({"minimum": 1}, 1, 0, ">= 1"),
         ({"above": 0}, 1, 0, "> 0"),
-        ({"most": 9}, 9, 10, "<= 9"),
+        ({"maximum": 9}, 9, 10, "<= 9"),
     ],
 )
 def test_bounds(bounds, good, bad, rule):

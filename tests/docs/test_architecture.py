@@ -125,7 +125,7 @@ def test_the_walk_of_a_row():
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("title", "most"), [("A row of data", 20), ("A plan", 14)]
+    ("title", "maximum"), [("A row of data", 20), ("A plan", 14)]
 )
 def test_a_walk_goes_back_to_no_room_and_is_short(title, maximum):
     listed = walk(title)

@@ -128,7 +128,7 @@ def test_blocks_without_variables_are_all_built():
 
 def test_blocks_are_searched_once_until_one_is_frozen(monkeypatch):
     searched = []
-    search = scanned_blocks.find_blocks_of
+    search = scanned_blocks.find_equal_blocks
 
     def note(graph):
         searched.append(graph)

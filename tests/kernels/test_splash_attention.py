@@ -86,7 +86,7 @@ def test_it_is_attention(case):
 
 
 @pytest.mark.parametrize(
-    ("rows", "most", "heads"),
+    ("rows", "maximum", "heads"),
     # One more group than there are full ones, with a row that is no row.
     [(3, 2, 2), pytest.param(4, 2, 1, marks=pytest.mark.slow)],
 )

@@ -140,7 +140,7 @@ def sum_from_two(x):
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 8])
-@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("minimum", [1, 2])
 def test_sums_depend_on_a_condition(replicas, minimum):
     data = np.arange(replicas, dtype="float32") + minimum
     doubled, zeros = mapped(sum_from_two, replicas, split_out=True)(data)

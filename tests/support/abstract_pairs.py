@@ -119,20 +119,20 @@ def _assert_same_variables(real: Made, without_values: Made) -> None:
         assert is_abstract(other) == is_large, other.path
         num_abstract += is_large
         # The value of the real one lies where the other one's would.
-        planned = shardings.sharding_of(other, without_values.mesh)
+        planned = shardings.get_sharding(other, without_values.mesh)
         value = one.value
         assert value.sharding.is_equivalent_to(planned, value.ndim), one.path
     assert num_abstract
 
 
 def _facts(variable: keras.Variable, made: Made) -> dict[str, Any]:
-    held = shardings.placement_of(variable)
+    held = shardings.get_placement(variable)
     return {
         "path": variable.path,
         "shape": tuple(variable.shape),
         "dtype": variable.dtype,
         "is_trainable": variable.trainable,
         "aggregation": variable.aggregation,
-        "sharding": shardings.sharding_of(variable, made.mesh),
-        "sharding of slots": held and held.of_slots,
+        "sharding": shardings.get_sharding(variable, made.mesh),
+        "sharding of slots": held and held.slot_sharding,
     }

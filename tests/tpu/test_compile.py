@@ -59,7 +59,7 @@ def test_steps_compile_with_the_collectives_they_need(topology, shape, model):
 
 # Of the transformer a good part is not divided: tokens, norms, outputs.
 @pytest.mark.parametrize(
-    ("model", "least"), [("mlp", 1.9), ("transformer", 1.25)]
+    ("model", "minimum"), [("mlp", 1.9), ("transformer", 1.25)]
 )
 def test_cores_that_share_a_model_hold_less_of_it(model, minimum):
     sizes = [

@@ -10,7 +10,7 @@ import pytest
 
 from tests.parity import cases
 from tests.parity.cases import BY_DEFAULT, CASES, LAYERS, STEPS
-from tests.support.abstract_pairs import LAYOUTS, assert_same, shapes_of
+from tests.support.abstract_pairs import LAYOUTS, assert_same, get_shapes
 from tests.support.combinations import combine
 
 # Uneven: the programs have a mask of the rows that there are.
@@ -33,7 +33,7 @@ def check(name, layout, **kwargs):
     case = CASES[name]
     batch = *case.data(ROWS), case.weight(ROWS)
     batch = tuple(part for part in batch if part is not None)
-    assert_same(case.build, shapes_of(batch), layout, **kwargs)
+    assert_same(case.build, get_shapes(batch), layout, **kwargs)
 
 
 @pytest.mark.parametrize("name", combine(BY_DEFAULT, every=18))

@@ -34,7 +34,10 @@ from keras_strategies.checkpoint.directory.names import (
     saving_path,
     step_path,
 )
-from keras_strategies.cluster.exchange.message_forms import is_count, problem_of
+from keras_strategies.cluster.exchange.message_forms import (
+    find_problem,
+    is_count,
+)
 from keras_strategies.cluster.untrusted import load_json
 
 VERSION = 1
@@ -244,7 +247,7 @@ def _parse(path: pathlib.Path, text: bytes) -> Manifest:
         raise make_error(f"its version is not {VERSION}", _NEWER)
     problem = "its keys are not those of a manifest"
     if set(content) == set(_FORM):
-        problem = problem_of(content, _FORM) or problem_of(
+        problem = find_problem(content, _FORM) or find_problem(
             list(content["files"].values()), [(is_count, _is_sha256)], "files"
         )
     if problem is not None:

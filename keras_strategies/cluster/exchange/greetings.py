@@ -6,8 +6,8 @@ from typing import Any
 from keras_strategies.cluster.exchange import job_secret
 from keras_strategies.cluster.exchange.job_secret import VARIABLE, Secret
 from keras_strategies.cluster.exchange.message_forms import (
+    find_problem,
     load_form,
-    problem_of,
 )
 
 HELLO = "keras_strategies"
@@ -64,7 +64,7 @@ def parse_hello(text: bytes) -> dict[str, Any] | None:
     if message is None or message.keys() - {"nonce"} != HELLO_KINDS.keys():
         return None
     form = HELLO_KINDS | {"nonce?": job_secret.is_nonce}
-    if problem_of(message, form) is not None:
+    if find_problem(message, form) is not None:
         return None
     if max(abs(message["process"]), abs(message["count"])) > MAX:
         return None

@@ -43,7 +43,7 @@ def is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < _MAX
 
 
-def problem_of(value: object, form: Form, name: str = "it") -> str | None:
+def find_problem(value: object, form: Form, name: str = "it") -> str | None:
     """Describes the first mismatch between a JSON value and a form.
 
     Returns None if the value has the form.
@@ -64,7 +64,7 @@ def problem_of(value: object, form: Form, name: str = "it") -> str | None:
             return f"{name} is not an array of {len(form)} values"
         return _find_first_problem(value, form, name)
     if isinstance(form, Either):
-        problems = [problem_of(value, one, name) for one in form.forms]
+        problems = [find_problem(value, one, name) for one in form.forms]
         return None if None in problems else problems[-1]
     return None if _is_simple(value, form) else f"{name} has a wrong value"
 
@@ -88,7 +88,7 @@ def load_form(
         the problem, as `load_json`'s does.
     """
     value = load_json(text, max_characters=max_characters, has_nan=has_nan)
-    problem = problem_of(value, form)
+    problem = find_problem(value, form)
     if problem is not None:
         raise ValueError(problem)
     return value
@@ -146,7 +146,7 @@ def _find_entry_problem(
     for key, inner in form.items():
         entry = key.removesuffix("?")
         if entry in value:
-            problem = problem_of(value[entry], inner, f"{name}[{entry!r}]")
+            problem = find_problem(value[entry], inner, f"{name}[{entry!r}]")
         else:
             is_optional = key != entry
             problem = None if is_optional else f"{name} has no {entry!r}"
@@ -159,7 +159,7 @@ def _find_first_problem(
     values: Sequence[Any], forms: Sequence[Form], name: str
 ) -> str | None:
     for index, (value, form) in enumerate(zip(values, forms, strict=True)):
-        problem = problem_of(value, form, f"{name}[{index}]")
+        problem = find_problem(value, form, f"{name}[{index}]")
         if problem is not None:
             return problem
     return None

@@ -30,7 +30,7 @@ class _Default(enum.Enum):
 _USE_DEFAULT: Any = _Default.NOT_GIVEN
 
 
-def _of_cluster() -> Any:
+def _from_cluster() -> Any:
     """Returns a field that the constructor sets from TF_CONFIG."""
     return dataclasses.field(init=False, repr=False, hash=False)
 
@@ -141,16 +141,16 @@ class RunConfig:
     experimental_max_worker_delay_secs: int | None = None
     session_creation_timeout_secs: float | None = 7200
     checkpoint_save_graph_def: bool = True
-    cluster_spec: ClusterSpec = _of_cluster()
-    task_type: str = _of_cluster()
-    task_id: int = _of_cluster()
-    master: str = _of_cluster()
-    evaluation_master: str = _of_cluster()
-    is_chief: bool = _of_cluster()
-    num_ps_replicas: int = _of_cluster()
-    num_worker_replicas: int = _of_cluster()
-    global_id_in_cluster: int | None = _of_cluster()
-    service: dict[str, Any] | None = _of_cluster()
+    cluster_spec: ClusterSpec = _from_cluster()
+    task_type: str = _from_cluster()
+    task_id: int = _from_cluster()
+    master: str = _from_cluster()
+    evaluation_master: str = _from_cluster()
+    is_chief: bool = _from_cluster()
+    num_ps_replicas: int = _from_cluster()
+    num_worker_replicas: int = _from_cluster()
+    global_id_in_cluster: int | None = _from_cluster()
+    service: dict[str, Any] | None = _from_cluster()
 
     def __post_init__(self) -> None:
         steps, secs = _choose_save_rule(
@@ -289,13 +289,13 @@ def _convert_path(path: object) -> object:
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
-def _choose_model_dir(directory: object, of_cluster: str | None) -> object:
-    if of_cluster and directory and of_cluster != directory:
+def _choose_model_dir(directory: object, cluster_dir: str | None) -> object:
+    if cluster_dir and directory and cluster_dir != directory:
         raise ValueError(
             "`model_dir` of RunConfig, if set, must have the same value as "
             f"model_dir in TF_CONFIG. Received: {shorten(directory)} in "
-            f"RunConfig, and {shorten(of_cluster)} in TF_CONFIG. Omit one of "
+            f"RunConfig, and {shorten(cluster_dir)} in TF_CONFIG. Omit one of "
             "the two."
         )
     # "" is kept, so that `check_fields` raises an error for it.
-    return of_cluster if directory is None else directory
+    return cluster_dir if directory is None else directory

@@ -173,7 +173,7 @@ def _set_state(callback: Any, state: State) -> None:
 
 
 def _check(callback: object, state: object, form: message_forms.Form) -> None:
-    problem = message_forms.problem_of(state, form)
+    problem = message_forms.find_problem(state, form)
     if problem is not None:
         raise ValueError(
             "A callback can only resume from the state of a callback of the "

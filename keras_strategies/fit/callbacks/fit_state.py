@@ -13,8 +13,8 @@ import numpy as np
 from keras_strategies._types import Array, Logs
 from keras_strategies.cluster.exchange.message_forms import (
     Either,
+    find_problem,
     is_count,
-    problem_of,
 )
 from keras_strategies.cluster.exchange.rounds import Rounds
 from keras_strategies.fit.callbacks import callback_states
@@ -200,7 +200,7 @@ class FitState:
             it contains the positions of process-local data for another number
             of processes.
         """
-        problem = problem_of(state, _STATE)
+        problem = find_problem(state, _STATE)
         if problem is not None:
             raise ValueError(
                 "A fit can only resume from a state that another fit saved. "

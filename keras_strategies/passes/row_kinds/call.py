@@ -93,7 +93,9 @@ class Call:
 def _changing(variables: Sequence[Any]) -> list[int]:
     """Returns the dimensions whose size differs between the traces."""
     sizes = zip(*(v.aval.shape for v in variables), strict=True)
-    return [dim for dim, of_dim in enumerate(sizes) if len(set(of_dim)) > 1]
+    return [
+        dim for dim, dim_sizes in enumerate(sizes) if len(set(dim_sizes)) > 1
+    ]
 
 
 def other_dims(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
@@ -169,10 +171,10 @@ def move_dims(
     if kind.values is not None:
         return make_uniform(kind.values, call.out_shape(out))
     blocks = {to(axis): size for axis, size in kind.blocks.items()}
-    index_of = None if kind.index_of is None else to(kind.index_of)
+    indexed_dim = None if kind.indexed_dim is None else to(kind.indexed_dim)
     return kind.but(
         blocks={axis: s for axis, s in blocks.items() if axis is not None},
-        index_of=index_of,
+        indexed_dim=indexed_dim,
         numbering=None,
     )
 

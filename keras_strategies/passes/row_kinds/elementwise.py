@@ -44,8 +44,8 @@ def elementwise(call: Call) -> Kind:
     if forms == {CONST}:
         return _constant(call)
     if SUM in forms:
-        return call.make_mixed() if ROWS in forms else _of_sums(call)
-    return _of_rows(call)
+        return call.make_mixed() if ROWS in forms else _combine_sums(call)
+    return _combine_rows(call)
 
 
 def _with_zero(call: Call) -> Kind | None:
@@ -69,7 +69,7 @@ def _constant(call: Call) -> Kind:
         is_known = kind.values is not None or all(map(is_constant, kinds))
         return kind if is_known else kind.but(power=math.nan)
     first = kinds[0]
-    is_index = first.index_of is not None and kinds[-1].is_zero
+    is_index = first.indexed_dim is not None and kinds[-1].is_zero
     if call.name in ("lt", "ge") and is_index:
         # JAX's indexing code compares an index with zero in order to wrap
         # negative indices. This index is never negative, so the result is
@@ -197,7 +197,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
 """NumPy implementations of primitives, to compute constants."""
 
 
-def _of_sums(call: Call) -> Kind:
+def _combine_sums(call: Call) -> Kind:
     name, kinds = call.name, call.kinds
     if name in ("add", "sub", "add_any"):
         return join_all(kinds, call)
@@ -229,13 +229,13 @@ def _has_integers(call: Call) -> bool:
     return not jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _of_rows(call: Call) -> Kind:
+def _combine_rows(call: Call) -> Kind:
     kinds = call.kinds
-    of_rows = [(k, kind) for k, kind in enumerate(kinds) if kind.is_rows]
-    k, first = of_rows[0]
+    row_kinds = [(k, kind) for k, kind in enumerate(kinds) if kind.is_rows]
+    k, first = row_kinds[0]
     if any(
         (kind.axis, kind.outer) != (first.axis, first.outer)
-        for _, kind in of_rows
+        for _, kind in row_kinds
     ):
         return call.make_mixed()
     size = call.shape(k)[first.axis] // first.outer
@@ -247,7 +247,7 @@ def _of_rows(call: Call) -> Kind:
         is_spread = kind.is_rows or not shape or shape[first.axis] == 1
         if not is_spread and not kind.is_flat(first.axis, size):
             return call.make_mixed()
-    is_power, power = _power_of_rows(call, [kind for _, kind in of_rows])
+    is_power, power = _power_of_rows(call, [kind for _, kind in row_kinds])
     if not is_power:
         return call.make_mixed()
     keeps = call.name == "convert_element_type"
@@ -259,18 +259,18 @@ def _of_rows(call: Call) -> Kind:
 
 
 def _power_of_rows(
-    call: Call, of_rows: list[Kind]
+    call: Call, row_kinds: list[Kind]
 ) -> tuple[bool, float | None]:
     """Returns whether a result scales as num_rows**p, and the exponent p.
 
     Args:
       call: An elementwise equation.
-      of_rows: The kinds of those operands that are `ROWS`.
+      row_kinds: The kinds of those operands that are `ROWS`.
     """
     name, kinds = call.name, call.kinds
-    first = of_rows[0]
+    first = row_kinds[0]
     constants = [kind for kind in kinds if kind.is_const]
-    is_known = all(kind.power is not None for kind in of_rows)
+    is_known = all(kind.power is not None for kind in row_kinds)
     if name == "convert_element_type" and not jnp.issubdtype(
         call.params["new_dtype"], jnp.inexact
     ):
@@ -282,7 +282,7 @@ def _power_of_rows(
         return _power_of_cases(call)
     is_product = name == "mul" or (name == "div" and not _has_integers(call))
     if is_product and len(kinds) == 2:
-        if len(of_rows) == 1:
+        if len(row_kinds) == 1:
             (by,) = constants
             is_inverse = name == "div"
             if is_inverse and kinds[0].is_const:
@@ -296,7 +296,7 @@ def _power_of_rows(
                 return True, first.power
             return True, scale_power(first.power, by, call, inverse=is_inverse)
         if name == "mul" or not is_known:
-            return True, add_powers(of_rows)
+            return True, add_powers(row_kinds)
         one, two = (kind.power or 0.0 for kind in kinds)
         return True, one - two
     if name in _DEGREES and is_known:
@@ -304,7 +304,7 @@ def _power_of_rows(
         return True, degree * (first.power or 0.0)
     are_fixed = all(map(is_constant, constants))
     if name in ("add", "sub", "add_any"):
-        is_same, power = same_power(of_rows[0].power, of_rows[-1].power)
+        is_same, power = same_power(row_kinds[0].power, row_kinds[-1].power)
         if is_known and call.retraced is not None:
             are_fixed = all(power_in(kind, call) == power for kind in constants)
         elif constants:

@@ -45,8 +45,8 @@ class Numbering:
 
 def compare_numbers(call: Call) -> Kind:
     """Returns the `Kind` of a comparison of scattered numbers (`Numbering`)."""
-    of_rows = [k for k, kind in enumerate(call.kinds) if kind.is_rows]
-    k, other = of_rows[0], call.kinds[1 - of_rows[0]]
+    row_operands = [k for k, kind in enumerate(call.kinds) if kind.is_rows]
+    k, other = row_operands[0], call.kinds[1 - row_operands[0]]
     kind = call.kinds[k]
     numbered: Numbering = kind.numbering
     is_same = (
@@ -233,8 +233,8 @@ def _scattered_into_constant(call: Call) -> Kind:
     """
     numbers = call.params["dimension_numbers"]
     operand, index, update = call.kinds
-    of_index = index.is_rows
-    if of_index and index.axis < len(call.shape(1)) - 1:
+    index_has_rows = index.is_rows
+    if index_has_rows and index.axis < len(call.shape(1)) - 1:
         place = _place_of_index(call, index.axis)
         mapped = tuple(numbers.scatter_dims_to_operand_dims)
         dims = [mapped[c] for c in index.columns if c < len(mapped)]
@@ -254,9 +254,9 @@ def _scattered_into_constant(call: Call) -> Kind:
         )
     else:
         window = numbers.update_window_dims
-        if not of_index and update.axis in window:
+        if not index_has_rows and update.axis in window:
             return _window_of_rows(call)
-        fits = not of_index
+        fits = not index_has_rows
         if fits:
             dim = other_dims(call.shape(2), window).index(update.axis)
             fits = index.is_flat(dim, call.shape(2)[update.axis])

@@ -138,15 +138,15 @@ def _map(equation: Equation, terms: list[list[Any]]) -> ClosedJaxpr:
 
     def compute(*operands: Array) -> list[Any]:
         consts, carry, scanned = stages.scan_operands(equation, operands)
-        of_row = functools.partial(iterate, *consts, *carry)
+        iterate_row = functools.partial(iterate, *consts, *carry)
         length = equation.params["length"]
-        results = jax.vmap(of_row, axis_size=length)(*scanned)
+        results = jax.vmap(iterate_row, axis_size=length)(*scanned)
         for k, added in enumerate(terms):
             for _ in added:
                 carry[k] += jnp.sum(results.pop(0), axis=0)
         return [*carry, *results]
 
-    shapes = [stages.shape_of(operand.aval) for operand in equation.invars]
+    shapes = [stages.get_shape(operand.aval) for operand in equation.invars]
     return jax.make_jaxpr(compute)(*shapes)
 
 

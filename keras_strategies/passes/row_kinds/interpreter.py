@@ -28,7 +28,7 @@ from keras_strategies.passes.row_kinds.kinds import (
     make_rows,
     make_sum,
     make_uniform,
-    slice_of,
+    slice_kind,
     stack,
 )
 from keras_strategies.passes.row_kinds.rules import has_rule, kinds_of_results
@@ -108,20 +108,20 @@ class Interpreter:
 
     def _results(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
         self._calls.append(equations[0])
-        results = self._kinds_of(equations, kinds)
+        results = self._find_kinds(equations, kinds)
         if self._is_noting:
             self._note_differentiated(equations[0], results)
         if len(equations) > 1:
             results = self._with_scales(kinds, results)
         self._calls.pop()
-        if not any(kind.of_loss for kind in kinds):
+        if not any(kind.from_loss for kind in kinds):
             return results
         is_sum = equations[0].primitive.name.startswith("psum")
         if is_sum and is_collective(equations[0]):
             # A sum over the replicas is that of one device. So what the step
             # computes from it, such as a metric's result, is not a loss.
-            return [kind.but(of_loss=False) for kind in results]
-        results = [kind.but(of_loss=True) for kind in results]
+            return [kind.but(from_loss=False) for kind in results]
+        results = [kind.but(from_loss=True) for kind in results]
         if self._is_noting and traces.is_user_code(equations[0]):
             # A scalar that a train step computes from a loss is itself a loss.
             outputs = zip(equations[0].outvars, results, strict=True)
@@ -146,7 +146,9 @@ class Interpreter:
             self.counting.append(self._calls[-1])
         return scales.scale_results(self._calls, kinds, results, self._ratio)
 
-    def _kinds_of(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
+    def _find_kinds(
+        self, equations: list[Any], kinds: list[Kind]
+    ) -> list[Kind]:
         equation = equations[0]
         name = equation.primitive.name
         if name == "name":
@@ -184,7 +186,7 @@ class Interpreter:
         is_scalar = not equation.outvars[0].aval.shape
         if name == marks.LOSS and self._is_noting and is_scalar:
             self.losses.append(kind)
-            return kind.but(of_loss=True)
+            return kind.but(from_loss=True)
         if name in (*marks.USED, marks.CHANGE):
             self._check_merge(equation, name, kind)
         is_gradient = name in (marks.GRADIENT, marks.SHARE)
@@ -288,7 +290,7 @@ class Interpreter:
         jaxprs = [e.params["jaxpr"] for e in equations]
         consts, carry, scanned = scan_operands(equation, kinds)
         num_carry = len(carry)
-        slices = [slice_of(kind, equation) for kind in scanned]
+        slices = [slice_kind(kind, equation) for kind in scanned]
 
         def body(carry: list[Kind]) -> list[Kind]:
             results = self.interpret(jaxprs, [*consts, *carry, *slices])
@@ -302,21 +304,21 @@ class Interpreter:
         params = equations[0].params
         split = params["cond_nconsts"]
         start = split + params["body_nconsts"]
-        of_cond, of_body = kinds[:split], kinds[split:start]
+        cond_kinds, body_kinds = kinds[:split], kinds[split:start]
         carry = kinds[start:]
         tests = [e.params["cond_jaxpr"] for e in equations]
         bodies = [e.params["body_jaxpr"] for e in equations]
         carry = self._find_fixed_point(
             carry,
-            lambda carry: self.interpret(bodies, [*of_body, *carry]),
+            lambda carry: self.interpret(bodies, [*body_kinds, *carry]),
             equations[0],
         )
-        (test,) = self.interpret(tests, [*of_cond, *carry])
+        (test,) = self.interpret(tests, [*cond_kinds, *carry])
         if not test.is_const or not is_constant(test):
             return [make_mixed(equations[0])] * len(carry)
         # The body is interpreted once more with the final kinds, to record the
         # losses inside it.
-        self.interpret(bodies, [*of_body, *carry])
+        self.interpret(bodies, [*body_kinds, *carry])
         return carry
 
     def _cond(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:

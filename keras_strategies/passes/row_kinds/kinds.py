@@ -59,8 +59,8 @@ class Kind:
         is constant along that dimension (`CONST`).
       values: If all entries are equal: the entry in each of the traces
         (`CONST`).
-      index_of: The dimension along which each entry is its own index, as in an
-        `iota` (`CONST`).
+      indexed_dim: The dimension along which each entry is its own index, as in
+        an `iota` (`CONST`).
       numbering: If each entry is its place in the array's row-major order, plus
         a number: that number (`CONST`). If each entry is zero or an entry of
         such an array that belongs to the same row: the array's `Numbering`
@@ -72,7 +72,7 @@ class Kind:
         number of rows (`CONST`).
       is_gathered: Whether such a value is computed from the gathered rows of
         all replicas, so that a number of rows in it is theirs (`CONST`).
-      of_loss: Whether the value is computed from a value that is marked as a
+      from_loss: Whether the value is computed from a value that is marked as a
         loss.
       scale: The exponent of num_rows in the constants with which user code
         multiplied the value (`SUM`, `MIXED`). Infinite if there is none.
@@ -87,12 +87,12 @@ class Kind:
     columns: frozenset[int] = frozenset()
     blocks: Mapping[int, int] = dataclasses.field(default_factory=dict)
     values: tuple[Any, ...] | None = None
-    index_of: int | None = None
+    indexed_dim: int | None = None
     numbering: Any = None
     is_random: bool = False
     is_global: bool = False
     is_gathered: bool = False
-    of_loss: bool = False
+    from_loss: bool = False
     scale: float = 0.0
     why: Any = None
 
@@ -130,8 +130,8 @@ class Kind:
         return dataclasses.replace(self, **changes)
 
     def power_in(self, ratio: float) -> float | None:
-        """Returns the exponent `power`; of equal entries, see `power_of`."""
-        return power_of(self.values, ratio) if self.values else self.power
+        """Returns the exponent `power`; of equal entries, see `find_power`."""
+        return find_power(self.values, ratio) if self.values else self.power
 
     @property
     def is_plain(self) -> bool:
@@ -175,7 +175,7 @@ def find_mixed(kinds: Sequence[Kind]) -> Kind | None:
     return next((kind for kind in kinds if kind.is_mixed), None)
 
 
-def power_of(values: tuple[Any, ...] | None, ratio: float) -> float | None:
+def find_power(values: tuple[Any, ...] | None, ratio: float) -> float | None:
     """Finds the exponent p such that a constant scales as num_rows**p.
 
     Args:
@@ -352,15 +352,15 @@ def _is_inexact(array: Array) -> bool:
     return bool(np.issubdtype(array.dtype, np.inexact))
 
 
-def slice_of(kind: Kind, why: JaxprEqn) -> Kind:
+def slice_kind(kind: Kind, why: JaxprEqn) -> Kind:
     """Returns the `Kind` of one entry along dimension 0 of a value."""
     if kind.is_rows:
         if kind.axis == 0:
             return make_mixed(why)
         return kind.but(axis=kind.axis - 1, columns=frozenset())
     blocks = {axis - 1: s for axis, s in kind.blocks.items() if axis}
-    index_of = kind.index_of - 1 if kind.index_of else None
-    return kind.but(blocks=blocks, index_of=index_of, numbering=None)
+    indexed_dim = kind.indexed_dim - 1 if kind.indexed_dim else None
+    return kind.but(blocks=blocks, indexed_dim=indexed_dim, numbering=None)
 
 
 def stack(kind: Kind) -> Kind:
@@ -368,9 +368,9 @@ def stack(kind: Kind) -> Kind:
     if kind.is_rows:
         return kind.but(axis=kind.axis + 1, columns=frozenset())
     blocks = {axis + 1: size for axis, size in kind.blocks.items()}
-    index_of = None if kind.index_of is None else kind.index_of + 1
+    indexed_dim = None if kind.indexed_dim is None else kind.indexed_dim + 1
     return kind.but(
-        blocks=blocks, index_of=index_of, numbering=None, values=None
+        blocks=blocks, indexed_dim=indexed_dim, numbering=None, values=None
     )
 
 

@@ -34,16 +34,16 @@ def make_matrix_rule(
             is_within = kind.axis >= len(call.shape(k)) - dims
             if kind.is_sum or (kind.is_rows and is_within):
                 return call.make_mixed()
-        of_rows = [kind for kind in call.kinds if kind.is_rows]
-        if not of_rows:
+        row_kinds = [kind for kind in call.kinds if kind.is_rows]
+        if not row_kinds:
             return join_plain(call.kinds)
-        first = of_rows[0]
+        first = row_kinds[0]
         if not all(
             call.is_aligned(k, first.axis, first.outer)
             for k in range(len(call.kinds))
         ):
             return call.make_mixed()
-        is_known = all(kind.power is not None for kind in of_rows)
+        is_known = all(kind.power is not None for kind in row_kinds)
         power = 0.0 if is_known else None
         if is_linear:
             *others, last = call.kinds

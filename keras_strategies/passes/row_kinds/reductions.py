@@ -65,20 +65,20 @@ def reduce(call: Call) -> Kind:
         if kind.is_const and not (is_one and "reduce" in call.name):
             kind = kind.but(values=None)
     if call.name not in ("reduce_max", "reduce_min"):
-        kind = kind.but(index_of=None)
+        kind = kind.but(indexed_dim=None)
     is_nonlinear = call.name != "reduce_sum" and kind.is_rows
     if is_nonlinear and kind.power not in (0.0, None):
         return call.make_mixed()
     return drop_dims(call, call.params["axes"], kind)
 
 
-def make_dim_rule(axis_of: Callable[[Call], int]) -> Callable[[Call], Any]:
+def make_dim_rule(find_axis: Callable[[Call], int]) -> Callable[[Call], Any]:
     """Makes the rule for primitives that compute along one dimension.
 
     The result is `MIXED` if this is the dimension of the rows.
 
     Args:
-      axis_of: A function that returns this dimension for an equation.
+      find_axis: A function that returns this dimension for an equation.
     """
 
     def rule(call: Call) -> Kind:
@@ -86,14 +86,14 @@ def make_dim_rule(axis_of: Callable[[Call], int]) -> Callable[[Call], Any]:
             return call.kinds[0].but(count=0)
         if any(kind.is_sum for kind in call.kinds):
             return call.make_mixed()
-        axis = axis_of(call)
+        axis = find_axis(call)
         for kind in call.kinds:
             if kind.is_rows and kind.axis == axis:
                 return call.make_mixed()
         result = kind_of_entries(call)
         if result.is_const:
             blocks = {a: s for a, s in result.blocks.items() if a != axis}
-            result = result.but(blocks=blocks, index_of=None)
+            result = result.but(blocks=blocks, indexed_dim=None)
         return result
 
     return rule

@@ -139,11 +139,11 @@ def _find_exponent(
     by = list(filter(depends_on_count, kinds))
     if not by:
         return 0.0
-    of_rows = any(kind.is_sum or kind.is_mixed for kind in kinds)
+    has_rows = any(kind.is_sum or kind.is_mixed for kind in kinds)
     # Losses and metrics compute with the gathered rows of all replicas.
     is_gathered = _is_within(calls, "jvp(")
-    of_rows |= not is_gathered and any(kind.is_global for kind in kinds)
-    if not of_rows or not _is_forward_user_code(calls):
+    has_rows |= not is_gathered and any(kind.is_global for kind in kinds)
+    if not has_rows or not _is_forward_user_code(calls):
         return 0.0
     name, first = calls[-1].primitive.name, by[0]
     is_inverse = name == "div" and first is kinds[-1]

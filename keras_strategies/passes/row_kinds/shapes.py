@@ -162,10 +162,10 @@ def _part_of_constant(call: Call, out: int = 0) -> Kind:
         axis: after[axis] if size == before[axis] else 1
         for axis, size in kind.blocks.items()
     }
-    index_of = kind.index_of
-    if index_of is not None and before[index_of] != after[index_of]:
-        index_of = None
-    return result.but(blocks=blocks, index_of=index_of)
+    indexed_dim = kind.indexed_dim
+    if indexed_dim is not None and before[indexed_dim] != after[indexed_dim]:
+        indexed_dim = None
+    return result.but(blocks=blocks, indexed_dim=indexed_dim)
 
 
 def split(call: Call) -> list[Kind]:
@@ -239,7 +239,7 @@ def _concatenate_columns(call: Call, first: Kind, same: bool) -> Kind:
     is_last = call.params["dimension"] == len(call.out_shape()) - 1
     for k, kind in enumerate(call.kinds):
         size = call.shape(k)[axis] // first.outer
-        is_index = kind.index_of == axis and first.outer == 1
+        is_index = kind.indexed_dim == axis and first.outer == 1
         if kind.is_rows:
             same &= (kind.axis, kind.outer) == (axis, first.outer)
             columns |= {start + column for column in kind.columns}
@@ -266,7 +266,7 @@ def tile(call: Call) -> Kind:
         for axis, size in kind.blocks.items()
     }
     blocks |= {a: after[a] for a, size in enumerate(before) if size == 1}
-    return kind.but(blocks=blocks, index_of=None, numbering=None)
+    return kind.but(blocks=blocks, indexed_dim=None, numbering=None)
 
 
 def pad(call: Call) -> Kind:
@@ -290,7 +290,7 @@ def iota(call: Call) -> Kind:
     blocks = {a: s for a, s in enumerate(shape) if a != dim}
     has_place = len(shape) == 1 and call.params["dtype"].itemsize >= 4
     numbering = 0 if has_place else None
-    return Kind(form=CONST, blocks=blocks, index_of=dim, numbering=numbering)
+    return Kind(form=CONST, blocks=blocks, indexed_dim=dim, numbering=numbering)
 
 
 def dynamic_slice(call: Call) -> Kind:

@@ -43,9 +43,9 @@ from keras_strategies.planning.seam import (
     dry_run,
     get_default_context,
     get_default_strategy,
+    get_shape,
     make_dataset_source,
     replica_meshes,
-    shape_of,
     split_validation,
     transformer_layout,
     values,
@@ -183,7 +183,7 @@ class Capture:
         count, mesh = strategy.num_replicas_in_sync, strategy.mesh
 
         def stand_in(leaf: Array) -> values.PerReplica:
-            shape = shape_of(jax.numpy.asarray(leaf))
+            shape = get_shape(jax.numpy.asarray(leaf))
             stacked = jax.ShapeDtypeStruct(
                 (count, *shape.shape), shape.dtype, sharding=mesh.split
             )

@@ -12,8 +12,8 @@ from keras_strategies.planning.seam import (
     ReplicaMesh,
     Source,
     distributed,
+    get_shape,
     make_feed,
-    shape_of,
     values,
 )
 
@@ -98,5 +98,5 @@ def read_first_batch(call: Call, host: ReplicaMesh) -> tuple[Any, int | None]:
 def times_rows(batch: Batch, factor: int) -> Batch:
     """Returns a batch's shapes, with its row count multiplied by `factor`."""
     return jax.tree.map(
-        lambda leaf: with_rows(leaf, shape_of(leaf).shape[0] * factor), batch
+        lambda leaf: with_rows(leaf, get_shape(leaf).shape[0] * factor), batch
     )

@@ -18,12 +18,12 @@ from keras_strategies.planning.seam import (
     Strategy,
     Topology,
     abstract,
+    get_shape,
     group_devices,
     is_absent_gpu,
     make_devices,
     num_rows,
     replica_meshes,
-    shape_of,
     transformer_layout,
 )
 
@@ -59,7 +59,7 @@ class Batch:
                 "sample_weight)`, as for `fit`. Received: an object of type "
                 f"{type(batch).__name__}. Pass a tuple of arrays or shapes."
             )
-        self._shapes = jax.tree.map(shape_of, batch)
+        self._shapes = jax.tree.map(get_shape, batch)
         self._rows = num_rows(self._shapes)
         self._replicas, self._is_global = replicas, is_global
 

@@ -293,7 +293,7 @@ def _read(path: pathlib.Path) -> Outcome | None:
 def _parse(kept: Tree) -> Outcome | None:
     """Converts a cache file's JSON to a result, or None if it is not valid."""
     for form in (_MISFIT, _COSTS):
-        if message_forms.problem_of(kept, form) is None and set(kept) == set(
+        if message_forms.find_problem(kept, form) is None and set(kept) == set(
             form
         ):
             if form is _MISFIT:

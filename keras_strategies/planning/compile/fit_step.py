@@ -25,9 +25,9 @@ from keras_strategies.planning.seam import (
     Strategy,
     collect_reasons,
     find_blocks,
+    get_shape,
     lower_step,
     model_flops,
-    shape_of,
     shardings,
     step_variables,
 )
@@ -53,7 +53,7 @@ class FitStep(Step):
         steps: int | None = None,
     ) -> None:
         self.steps = steps or model.steps_per_execution
-        self._batch = jax.tree.map(shape_of, batch)
+        self._batch = jax.tree.map(get_shape, batch)
         self.mesh = strategy.mesh
         # Layers that `with_remat` additionally rematerializes.
         self._again: list[keras.layers.Layer] = []
@@ -136,7 +136,7 @@ def _find_narrow_sums(model: keras.Model, mesh: ReplicaMesh) -> str:
     if not any(x.compute_dtype == "bfloat16" for x in layers):
         return ""
     weights = [v for v in model.trainable_variables if v.dtype == "float32"]
-    specs = [shardings.gradient_spec_of(v, mesh) for v in weights]
+    specs = [shardings.get_gradient_spec(v, mesh) for v in weights]
     sharded = [s for s in specs if isinstance(s, Sharded)]
     if not sharded:
         is_sent = bool(weights) and mesh.num_replicas > 1
@@ -166,7 +166,7 @@ def _find_gradient_sharding(
     variable: keras.Variable, mesh: ReplicaMesh
 ) -> NamedSharding:
     """Returns the sharding of a weight's reduced gradient."""
-    placement = shardings.placement_of(variable)
+    placement = shardings.get_placement(variable)
     if placement is None or placement.mesh is not mesh:
         return mesh.whole
-    return placement.of_slots
+    return placement.slot_sharding

@@ -151,39 +151,47 @@ def find_max_rows(
       The largest tried number of rows that fits, and whether it is verified
       that one more row does not fit.
     """
-    low, of_low = 0, 0.0
+    low, low_bytes = 0, 0.0
     high: int | None = None
-    of_high: float | None = None
+    high_bytes: float | None = None
     tried = min(max(guess, 1), _MAX_ROWS)
     for _ in range(max_tries):
         is_fitting, needed = fits(tried)
         if is_fitting:
-            low, of_low = tried, limit / 2 if needed is None else needed
+            low, low_bytes = tried, limit / 2 if needed is None else needed
         else:
-            high, of_high = tried, needed
+            high, high_bytes = tried, needed
         if high is None:
             if low >= _MAX_ROWS:
                 break
-            more = low * limit / max(of_low, 1.0) * _BEYOND
+            more = low * limit / max(low_bytes, 1.0) * _BEYOND
             tried = min(max(math.ceil(more), low + 1), _MAX_ROWS)
             continue
         if high - low == 1:
             return low, True
-        tried = _choose_between(low, of_low, high, of_high, limit)
+        tried = _choose_between(low, low_bytes, high, high_bytes, limit)
     return low, False
 
 
 def _choose_between(
-    low: int, of_low: float, high: int, of_high: float | None, limit: float
+    low: int,
+    low_bytes: float,
+    high: int,
+    high_bytes: float | None,
+    limit: float,
 ) -> int:
     """Returns the number of rows to try next, between `low` and `high`.
 
     `low` rows fit, and `high` rows do not.
     """
     width = high - low
-    if width <= _NARROW or of_high is None or of_high <= max(of_low, limit):
+    if (
+        width <= _NARROW
+        or high_bytes is None
+        or high_bytes <= max(low_bytes, limit)
+    ):
         return (low + high) // 2
-    share = (limit - of_low) / (of_high - of_low)
+    share = (limit - low_bytes) / (high_bytes - low_bytes)
     margin = max(width // _PARTS, 1)
     estimated = low + math.floor(share * width)
     return min(max(estimated, low + margin), high - margin)

@@ -10,7 +10,7 @@ import keras
 from keras_strategies._types import Array, Batch
 from keras_strategies.planning.seam import (
     ReplicaMesh,
-    shape_of,
+    get_shape,
     shardings,
 )
 
@@ -76,7 +76,7 @@ def with_rows(batch: Batch, rows: int) -> Batch:
     """Returns the shapes that a batch or array would have with `rows` rows."""
 
     def resize(leaf: Array) -> jax.ShapeDtypeStruct:
-        shape = shape_of(leaf)
+        shape = get_shape(leaf)
         return jax.ShapeDtypeStruct((rows, *shape.shape[1:]), shape.dtype)
 
     return jax.tree.map(resize, batch)
@@ -86,7 +86,7 @@ def count_variable_bytes(
     variables: Iterable[keras.Variable], mesh: ReplicaMesh
 ) -> float:
     """Returns the total bytes of variables on one device."""
-    return sum(map(count_shape_bytes, shardings.shapes_of(variables, mesh)))
+    return sum(map(count_shape_bytes, shardings.get_shapes(variables, mesh)))
 
 
 def count_shape_bytes(shape: jax.ShapeDtypeStruct) -> float:

@@ -79,7 +79,7 @@ def _measure_gpus(
 ) -> tuple[float, float]:
     """Implements `Timer` for NVLink in hosts and a network between them."""
     kind, size = collective.kind, collective.size
-    members, of_host, num_hosts = _count_members(
+    members, host_devices, num_hosts = _count_members(
         tuple(hosts), collective.groups[:1]
     )
     if kind == "collective-permute":
@@ -87,14 +87,14 @@ def _measure_gpus(
         is_inside = all(hosts[a] == hosts[b] for a, b in pairs)
         inside, outside = (size, 0.0) if is_inside else (0.0, size)
     elif kind == "all-to-all":
-        inside = size * (of_host - 1) / members
-        outside = size * (1 - of_host / members)
+        inside = size * (host_devices - 1) / members
+        outside = size * (1 - host_devices / members)
     else:
         passes = _PASSES.get(kind, 1.0)
         # A ring through all GPUs enters and leaves each host once. The GPUs of
         # a host share the bytes that leave it.
-        outside = size * passes * (1 - 1 / num_hosts) / of_host
-        inside = size * passes * (1 - 1 / members) if of_host > 1 else 0.0
+        outside = size * passes * (1 - 1 / num_hosts) / host_devices
+        inside = size * passes * (1 - 1 / members) if host_devices > 1 else 0.0
     minimum = max(
         inside / chip.link_bandwidth, outside / chip.network_bandwidth
     )

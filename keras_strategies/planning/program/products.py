@@ -55,11 +55,11 @@ def list_products(
     opcode = instruction.opcode
     flops = None
     if opcode == "convolution":
-        flops = _of_convolution(computation, instruction)
+        flops = _count_convolution(computation, instruction)
     elif opcode == "dot":
-        flops = _of_product(computation, instruction)
+        flops = _count_product(computation, instruction)
     elif opcode == "custom-call":
-        flops = _of_library(computation, instruction)
+        flops = _count_library_call(computation, instruction)
     if flops:
         yield Product(flops, _find_dtype(computation, instruction))
     inner = program.find_called(instruction)
@@ -110,11 +110,13 @@ def _find_dtype(
     return f"{dtype} exact" if _EXACT.search(instruction.attributes) else dtype
 
 
-def _of_library(computation: hlo.Computation, call: hlo.Instruction) -> float:
+def _count_library_call(
+    computation: hlo.Computation, call: hlo.Instruction
+) -> float:
     """Returns the operations of a call of cuBLAS or of cuDNN's convolutions."""
     library, name = _find_target(call)
     if library == "cublas":
-        return _of_product(computation, call)
+        return _count_product(computation, call)
     if not is_convolution(call):
         return 0.0
     first, second = (
@@ -127,10 +129,10 @@ def _of_library(computation: hlo.Computation, call: hlo.Instruction) -> float:
         shapes = first, result, second
     else:
         shapes = first, second, result
-    return _of_window(call, shapes)
+    return _count_window(call, shapes)
 
 
-def _of_product(computation: hlo.Computation, dot: hlo.Instruction) -> float:
+def _count_product(computation: hlo.Computation, dot: hlo.Instruction) -> float:
     match = _SUMMED.search(dot.attributes)
     sizes = computation.by_name[dot.operands[0]].arrays[0].dims
     dims = re.findall(r"\d+", match[1]) if match else []
@@ -142,16 +144,18 @@ def _of_product(computation: hlo.Computation, dot: hlo.Instruction) -> float:
     )
 
 
-def _of_convolution(
+def _count_convolution(
     computation: hlo.Computation, conv: hlo.Instruction
 ) -> float:
     first, second = (
         computation.by_name[name].arrays[0].dims for name in conv.operands
     )
-    return _of_window(conv, (first, second, conv.arrays[0].dims))
+    return _count_window(conv, (first, second, conv.arrays[0].dims))
 
 
-def _of_window(conv: hlo.Instruction, shapes: Sequence[Sequence[int]]) -> float:
+def _count_window(
+    conv: hlo.Instruction, shapes: Sequence[Sequence[int]]
+) -> float:
     """Returns the operations of a convolution.
 
     Args:

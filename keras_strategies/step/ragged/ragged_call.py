@@ -84,7 +84,7 @@ def call_ragged(
         or return the same structure.
     """
     variants = variants_lib.find_variants(rows)
-    places = [variants.index(of_replica) for of_replica in rows]
+    places = [variants.index(variant) for variant in rows]
     index = jnp.array(places)[replica_id(axis)]
 
     def trace(variant: Variant, reduces: list[replay_lib.Reduce]) -> _Trace:
@@ -238,11 +238,11 @@ class _Stages:
         self._inputs = [0] * len(jax.tree.leaves((state, leaves)))
         for stage, results in enumerate(self._expected, 1):
             self._inputs += [stage] * len(results)
-        of_each = [
+        per_trace = [
             stages.find_output_stages(t.jaxpr.jaxpr, self._inputs)
             for t in traces
         ]
-        self._stages = list(map(max, zip(*of_each, strict=True)))
+        self._stages = list(map(max, zip(*per_trace, strict=True)))
         if any(stages.has_answers(t.jaxpr.jaxpr) for t in traces):
             # Python callbacks are called again in each stage. So all outputs
             # except operands use the calls of one stage, the last one.
@@ -251,8 +251,8 @@ class _Stages:
             last[: len(operands)] = self._stages[: len(operands)]
             self._stages = last
         numbers = ValueNumbers()
-        of_each = [numbers.number_outputs(trace.jaxpr) for trace in traces]
-        columns = zip(*of_each, strict=True)
+        per_trace = [numbers.number_outputs(trace.jaxpr) for trace in traces]
+        columns = zip(*per_trace, strict=True)
         self._are_common = [len(set(column)) == 1 for column in columns]
         self.num_results = len(self._inputs) - len(are_local)
         are_local = are_local + [False] * self.num_results

@@ -17,7 +17,7 @@ import keras
 
 from keras_strategies._types import Groups
 from keras_strategies.hooks.summands import (
-    accumulators_of,
+    list_accumulators,
     unwrap,
 )
 from keras_strategies.keras_bridge.step_context import Group
@@ -34,7 +34,7 @@ from keras_strategies.spmd.replica_map import (
     split_spec,
 )
 from keras_strategies.step.state.layout import OPTIMIZER, Layout, Step
-from keras_strategies.variables.shardings import spec_of
+from keras_strategies.variables.shardings import get_spec
 
 
 class LocalSums(Layout):
@@ -160,10 +160,10 @@ class LocalSums(Layout):
         """Returns the specs of the written groups of a mapped program."""
         whole, split = replicated_spec(), split_spec(self._mesh)
         stacked = set(self.places)
-        of_optimizer = [
+        optimizer_specs = [
             split if i in stacked else whole for i in range(self._size)
         ]
-        return [of_optimizer if i == OPTIMIZER else whole for i in written]
+        return [optimizer_specs if i == OPTIMIZER else whole for i in written]
 
 
 def find_local_sums(
@@ -207,13 +207,13 @@ def _find_accumulators(
       largest gradient.
     """
     inner = unwrap(optimizer)
-    accumulators = accumulators_of(inner)
+    accumulators = list_accumulators(inner)
     if (
         mesh.num_replicas == 1
         or mesh.cores_per_replica > 1
         or not getattr(inner, "gradient_accumulation_steps", None)
         or not all(map(_is_of_keras, (optimizer, inner)))
-        or any(isinstance(spec_of(v, mesh), Sharded) for v in variables)
+        or any(isinstance(get_spec(v, mesh), Sharded) for v in variables)
         or any(getattr(v, "overwrite_with_gradient", False) for v in variables)
     ):
         return []

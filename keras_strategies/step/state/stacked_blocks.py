@@ -22,7 +22,7 @@ from keras_strategies.kernels.scanned_blocks import find_columns
 from keras_strategies.passes.slices.batching import batch_slices
 from keras_strategies.passes.slices.comparison import Slice
 from keras_strategies.passes.specs import Sharded
-from keras_strategies.passes.stages import shape_of
+from keras_strategies.passes.stages import get_shape
 from keras_strategies.spmd.buffers import choose_buffering
 from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.spmd.mesh import ReplicaMesh
@@ -34,8 +34,8 @@ from keras_strategies.step.state.layout import (
     Step,
 )
 from keras_strategies.variables.shardings import (
-    sharding_of,
-    spec_of,
+    get_sharding,
+    get_spec,
 )
 
 
@@ -113,7 +113,7 @@ class StackedBlocks(Layout):
             if group[column[1]] is not None:
                 continue
             variable = self._variables[number][column[0]]
-            sharding = sharding_of(variable, self._mesh)
+            sharding = get_sharding(variable, self._mesh)
             if isinstance(stack, jax.ShapeDtypeStruct):
                 shape = stack.update(shape=stack.shape[1:], sharding=sharding)
                 arrays = [shape] * len(column)
@@ -157,7 +157,7 @@ class StackedBlocks(Layout):
                 structures.append(jax.tree.structure(results))
                 return jax.tree.leaves(results)
 
-            traced = jax.make_jaxpr(flat)(*map(_shape_of, inputs))
+            traced = jax.make_jaxpr(flat)(*map(_get_shape, inputs))
             mapper = functools.partial(replica_map, mesh=self._mesh)
             outputs = batch_slices(traced, inputs, mapper)
             (result_structure,) = structures
@@ -169,7 +169,7 @@ class StackedBlocks(Layout):
                 self._stack_slices(i, group)
                 for i, group in zip(written, new, strict=True)
             ]
-            return jax.tree.map(_value_of, (results, stacks, *others))
+            return jax.tree.map(_get_value, (results, stacks, *others))
 
         return call
 
@@ -190,26 +190,26 @@ class StackedBlocks(Layout):
         for column in self._columns.get(number, ()):
             values = [group[i] for i in column]
             found = _find_stack(values)
-            stack = found[0] if found else jnp.stack([*map(_value_of, values)])
+            stack = found[0] if found else jnp.stack([*map(_get_value, values)])
             for i in column:
                 group[i] = None
             group[column[0]] = stack
         return group
 
     def _sharding(self, number: int, column: Sequence[int]) -> NamedSharding:
-        sharding = sharding_of(self._variables[number][column[0]], self._mesh)
+        sharding = get_sharding(self._variables[number][column[0]], self._mesh)
         spec = sharding.spec
         stacked = PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
         return NamedSharding(sharding.mesh, stacked)
 
 
-def _shape_of(value: Any) -> jax.ShapeDtypeStruct:
+def _get_shape(value: Any) -> jax.ShapeDtypeStruct:
     if not isinstance(value, Slice):
-        return shape_of(value)
+        return get_shape(value)
     return jax.ShapeDtypeStruct(value.stack.shape[1:], value.stack.dtype)
 
 
-def _value_of(value: Any) -> Any:
+def _get_value(value: Any) -> Any:
     return value.stack[value.index] if isinstance(value, Slice) else value
 
 
@@ -278,8 +278,8 @@ def find_stacked_blocks(
 
     for column in find_columns(model, mesh):
         if _are_alone(column, mesh) and add(WEIGHTS, weights, column):
-            for of_slots in _find_slots(optimizer, column):
-                add(OPTIMIZER, slots, of_slots)
+            for stack in _find_slots(optimizer, column):
+                add(OPTIMIZER, slots, stack)
     if not columns[WEIGHTS]:
         return None
     return StackedBlocks(columns, variables, mesh)
@@ -287,13 +287,13 @@ def find_stacked_blocks(
 
 def _fit(column: Sequence[keras.Variable], mesh: ReplicaMesh) -> bool:
     """Returns whether the arrays of some variables can be stacked."""
-    kinds = {(tuple(v.shape), str(v.dtype), spec_of(v, mesh)) for v in column}
+    kinds = {(tuple(v.shape), str(v.dtype), get_spec(v, mesh)) for v in column}
     return len(kinds) == 1
 
 
 def _are_alone(column: Sequence[keras.Variable], mesh: ReplicaMesh) -> bool:
     """Returns whether no buffer combines weights' gradients to sum them."""
-    is_sharded = isinstance(spec_of(column[0], mesh), Sharded)
+    is_sharded = isinstance(get_spec(column[0], mesh), Sharded)
     return is_sharded or choose_buffering(mesh) is None
 
 

@@ -19,9 +19,9 @@ from keras_strategies.variables.abstract_variables import (
 )
 from keras_strategies.variables.partitioners import Partitioner
 from keras_strategies.variables.shardings import (
+    get_placement,
+    get_sharding,
     is_updated_replicated,
-    placement_of,
-    sharding_of,
 )
 
 # The limits of the output: of longer sequences, only both ends are shown.
@@ -116,7 +116,7 @@ def _find_remark(
             "replicas that run different code, so each replica gathers the "
             "full variable to update it."
         )
-    placement = placement_of(variable)
+    placement = get_placement(variable)
     axes = () if placement is None else tuple(placement.sharding.spec)
     if placement is not None and placement.mesh.axis in axes:
         return None
@@ -270,7 +270,7 @@ def describe_variable(
     sharding, num_bytes = "not built", 0
     placed = None if array is None else array.sharding
     if is_abstract(variable) or (array is not None and mesh.is_abstract):
-        placed = sharding_of(variable, mesh)
+        placed = get_sharding(variable, mesh)
     if placed is not None and shape is not None:
         sharding = describe_sharding(placed, mesh.devices)
         size = jax.dtypes.canonicalize_dtype(dtype).itemsize

@@ -7,8 +7,8 @@ import pytest
 from keras_strategies.cluster.array_kinds import is_shape, parse_dtype
 from keras_strategies.cluster.exchange.message_forms import (
     Either,
+    find_problem,
     is_count,
-    problem_of,
     read_messages,
 )
 
@@ -36,15 +36,15 @@ pytestmark = pytest.mark.quick
     ],
 )
 def test_only_what_has_the_form_has_no_problem(form, good, bad):
-    assert [problem_of(value, form) for value in good] == [None] * len(good)
-    assert all(problem_of(value, form) for value in bad)
+    assert [find_problem(value, form) for value in good] == [None] * len(good)
+    assert all(find_problem(value, form) for value in bad)
 
 
 def test_a_problem_is_named_by_its_place():
     form = {"rows": [{"a": int}]}
-    problem = problem_of({"rows": [{"a": 1}, {"a": "x" * 9999}]}, form)
+    problem = find_problem({"rows": [{"a": 1}, {"a": "x" * 9999}]}, form)
     assert problem == "it['rows'][1]['a'] has a wrong value"
-    assert problem_of({"rows": [{}]}, form) == "it['rows'][0] has no 'a'"
+    assert find_problem({"rows": [{}]}, form) == "it['rows'][0] has no 'a'"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def sized(size):
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "most"),
+    ("first", "second", "maximum"),
     [
         (sized(100.0), sized(340.0), 18.0),
         (sized(200.0), sized(320.0), 8.0),

@@ -299,7 +299,7 @@ def test_more_rows_than_anybody_has_are_not_compiled():
 
 @pytest.mark.parametrize("is_verified", [False, True])
 @pytest.mark.parametrize(
-    ("most", "found", "note"),
+    ("maximum", "found", "note"),
     [
         (20, 12, "compiling raised an error: It is of so many rows."),
         (4, None, "more rows raise an error: It is of so many rows."),
