@@ -56,8 +56,8 @@ def on_page_markdown(
 
 def path_outside(page: str, link: str) -> str | None:
     """A link's path in the repository, or None if it stays in docs/."""
-    folder = posixpath.dirname(f"docs/{page}")
-    path = posixpath.normpath(posixpath.join(folder, link))
+    directory = posixpath.dirname(f"docs/{page}")
+    path = posixpath.normpath(posixpath.join(directory, link))
     is_file = (ROOT / path).is_file()
     return path if is_file and not path.startswith("docs/") else None
 

@@ -65,11 +65,11 @@ def build_weights(megabytes, count):
 
 
 class Ours:
-    def __init__(self, model, folder):
+    def __init__(self, model, directory):
         import keras_strategies as ks
 
         self._manager = ks.checkpoint.CheckpointManager(
-            ks.checkpoint.Checkpoint(model=model), folder, keep=1
+            ks.checkpoint.Checkpoint(model=model), directory, keep=1
         )
 
     def save(self, step):
@@ -85,19 +85,19 @@ class Ours:
 class Orbax:
     """Orbax as its documentation has it, with the arrays of a model."""
 
-    def __init__(self, model, folder):
+    def __init__(self, model, directory):
         import orbax.checkpoint as ocp
 
         self._args = ocp.args
         self._model = model
-        self._folder = folder
+        self._directory = directory
         self._checkpointer = self._make(ocp)
 
     def _make(self, ocp):
         return ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
 
     def _path(self, step):
-        return f"{self._folder}/{step}"
+        return f"{self._directory}/{step}"
 
     def arrays(self):
         return {v.path.replace("/", "."): v.value for v in self._model.weights}
@@ -131,7 +131,7 @@ class Orbax:
 class OrbaxManager(Orbax):
     def _make(self, ocp):
         return ocp.CheckpointManager(
-            self._folder, options=ocp.CheckpointManagerOptions(max_to_keep=1)
+            self._directory, options=ocp.CheckpointManagerOptions(max_to_keep=1)
         )
 
     def _path(self, step):
@@ -139,10 +139,10 @@ class OrbaxManager(Orbax):
 
 
 class H5:
-    def __init__(self, model, folder):
-        os.mkdir(folder)
+    def __init__(self, model, directory):
+        os.mkdir(directory)
         self._model = model
-        self._file = f"{folder}/model.weights.h5"
+        self._file = f"{directory}/model.weights.h5"
 
     def save(self, step):
         del step
@@ -166,7 +166,7 @@ def saved(options):
         model = build_weights(options.megabytes[0], options.variables)
     kinds = dict(zip(PEERS, (Ours, Orbax, OrbaxManager, H5), strict=True))
     peers = {
-        name: kind(model, f"{options.folder}/{name.replace(' ', '_')}")
+        name: kind(model, f"{options.directory}/{name.replace(' ', '_')}")
         for name, kind in kinds.items()
     }
     times = {}
@@ -196,7 +196,9 @@ def saved(options):
             restore = time.perf_counter() - began
             seconds = (blocking, on_disk, worked, restore)
             times[name] = [1e3 * each for each in seconds]
-            shutil.rmtree(f"{options.folder}/orbax/{step}", ignore_errors=True)
+            shutil.rmtree(
+                f"{options.directory}/orbax/{step}", ignore_errors=True
+            )
 
     return turn, times
 
@@ -212,7 +214,7 @@ def fitted(options):
     x, y = fit.data(name, steps * batch_size // fit.SIZES[name][0])
     with ks.MirroredStrategy().scope():
         model = fit.build(name, 1)
-    folder = f"{options.folder}/{workload}"
+    directory = f"{options.directory}/{workload}"
     runs = itertools.count()
     worked = 0.0
 
@@ -221,7 +223,7 @@ def fitted(options):
         nonlocal worked
         worked = -time.process_time()
         kept = ks.callbacks.Checkpoint(
-            f"{folder}/{next(runs)}", save_every_steps=options.every, keep=2
+            f"{directory}/{next(runs)}", save_every_steps=options.every, keep=2
         )
         model.fit(
             x,
@@ -234,7 +236,7 @@ def fitted(options):
         worked += time.process_time()
 
     def clear():
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         return {"cpu_ms": 1e3 * worked / steps}
 
     return train, clear
@@ -253,7 +255,7 @@ def serve(options):
 def started(peer, options, log, **arguments):
     arguments = arguments | {
         "peer": peer,
-        "folder": options.folder,
+        "directory": options.directory,
         "every": options.every,
         "variables": options.variables,
     }
@@ -315,33 +317,37 @@ def main():
     )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", help="write the figures to this file")
-    for hidden in ("--peer", "--folder"):
+    for hidden in ("--peer", "--directory"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peer:
         serve(options)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        report(options, folder)
+    with tempfile.TemporaryDirectory() as directory:
+        report(options, directory)
 
 
-def report(options, folder):
+def report(options, directory):
     """Measures all, prints tables of medians and ratios."""
     from rich.console import Console
 
     samples = {}
     console = Console(width=100)
-    options.folder = folder
+    options.directory = directory
     if "save" in options.parts:
         for megabytes in options.megabytes:
-            with tempfile.TemporaryDirectory(dir=folder) as options.folder:
+            with tempfile.TemporaryDirectory(
+                dir=directory
+            ) as options.directory:
                 measured = session_of_saves(megabytes, options)
             samples[f"{megabytes} MB"] = measured
             console.print(table_of_saves(megabytes, measured, options))
     if "fit" in options.parts:
         fits = {}
         for workload in options.workloads:
-            with tempfile.TemporaryDirectory(dir=folder) as options.folder:
+            with tempfile.TemporaryDirectory(
+                dir=directory
+            ) as options.directory:
                 fits[workload] = session_of_fits(workload, options)
         samples["fit"] = fits
         console.print(table_of_fits(fits, options))

@@ -58,14 +58,14 @@ def arrays(steps, shape):
     return x, random.integers(0, 10, rows).astype("int32")
 
 
-def write_files(folder, steps, shape):
+def write_files(directory, steps, shape):
     """Four files of rows, not compressed."""
     import numpy as np
 
     x, y = arrays(steps, shape)
     for index in range(4):
         part = slice(index * len(x) // 4, (index + 1) * len(x) // 4)
-        np.savez(f"{folder}/{index}.npz", x=x[part], y=y[part])
+        np.savez(f"{directory}/{index}.npz", x=x[part], y=y[part])
 
 
 class Batches:
@@ -112,7 +112,7 @@ def py_dataset(batches):
     return Dataset()
 
 
-def make_dataset(source, x, y, folder):
+def make_dataset(source, x, y, directory):
     """The rows in batches, as a user would give them to fit."""
     if source == "PyDataset":
         return py_dataset(Batches(x, y))
@@ -138,11 +138,11 @@ def make_dataset(source, x, y, folder):
     import keras_strategies as ks
 
     return ks.data.files(
-        f"{folder}/*.npz", "npz", keys=("x", "y"), batch_size=BATCH_SIZE
+        f"{directory}/*.npz", "npz", keys=("x", "y"), batch_size=BATCH_SIZE
     )
 
 
-def input_arguments(source, x, y, folder):
+def input_arguments(source, x, y, directory):
     """A function that returns the arguments of `fit`.
 
     They are the same ones each time, but for a generator, which runs once.
@@ -153,11 +153,11 @@ def input_arguments(source, x, y, folder):
     if source == "numpy":
         arguments = {"x": x, "y": y, "batch_size": BATCH_SIZE}
     else:
-        arguments = {"x": make_dataset(source, x, y, folder)}
+        arguments = {"x": make_dataset(source, x, y, directory)}
     return lambda: arguments
 
 
-def fitted(source, folder):
+def fitted(source, directory):
     """A function that trains for an epoch."""
     import fit
     import jax
@@ -172,7 +172,7 @@ def fitted(source, folder):
         batch = jax.device_put(Batches(x, y)[0], strategy._runtime.mesh.split)
         again = py_dataset([batch] * FIT_STEPS)
         return lambda: model.fit(again, shuffle=False, verbose=0)
-    arguments = input_arguments(source, x, y, folder)
+    arguments = input_arguments(source, x, y, directory)
     return lambda: model.fit(**arguments(), shuffle=False, verbose=0)
 
 
@@ -190,7 +190,7 @@ def fed(options):
     import keras_strategies as ks
 
     strategy = ks.MirroredStrategy()
-    arguments = input_arguments(source, x, y, options.folder)
+    arguments = input_arguments(source, x, y, options.directory)
     readers = {"loop": by_loop, "fit": by_fit, "keras": by_keras, "put": by_put}
     batches = readers[peer](strategy, source, arguments)
 
@@ -327,7 +327,7 @@ def distributed_by_tf(source, x, y, devices):
 def serve(options):
     """One peer's process."""
     if options.peer == "model":
-        turns.serve(fitted(options.sources[0], options.folder), FIT_STEPS)
+        turns.serve(fitted(options.sources[0], options.directory), FIT_STEPS)
         return
     turns.serve(*fed(options))
 
@@ -342,7 +342,7 @@ def session(peers, options, rows):
             "--sources": source,
             "--rows": rows,
             "--devices": options.devices,
-            "--folder": f"{options.folder}/{rows}",
+            "--directory": f"{options.directory}/{rows}",
         }
         return turns.start(
             [str(part) for item in arguments.items() for part in item],
@@ -365,13 +365,13 @@ def main():
     parser.add_argument("--rows", choices=(*ROWS, "fit"), default="vectors")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", help="write the figures to this file")
-    for hidden in ("--peer", "--folder"):
+    for hidden in ("--peer", "--directory"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peer:
         serve(options)
         return
-    with tempfile.TemporaryDirectory() as options.folder:
+    with tempfile.TemporaryDirectory() as options.directory:
         report(options)
 
 
@@ -382,16 +382,16 @@ def report(options):
     samples = {}
     console = Console(width=100)
     if "fit" in options.parts:
-        os.mkdir(f"{options.folder}/fit")
-        write_files(f"{options.folder}/fit", FIT_STEPS, (32,))
+        os.mkdir(f"{options.directory}/fit")
+        write_files(f"{options.directory}/fit", FIT_STEPS, (32,))
         peers = [("model", s) for s in ("device", *options.sources)]
         measured = session(peers, options, "fit")
         samples["fit"] = {source: ms for (_, source), ms in measured.items()}
         console.print(table_of_fit(samples["fit"], options))
     if "feed" in options.parts:
         shape, steps = ROWS[options.rows]
-        os.mkdir(f"{options.folder}/{options.rows}")
-        write_files(f"{options.folder}/{options.rows}", steps, shape)
+        os.mkdir(f"{options.directory}/{options.rows}")
+        write_files(f"{options.directory}/{options.rows}", steps, shape)
         samples["feed"] = {}
         for source in options.sources:
             peers = [(peer, source) for peer in list_peers(source)]

@@ -37,8 +37,8 @@ def list_programs(model, devices):
     Returns:
       {file name: text}.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        lowered, compiled = f"{folder}/lowered", f"{folder}/compiled"
+    with tempfile.TemporaryDirectory() as directory:
+        lowered, compiled = f"{directory}/lowered", f"{directory}/compiled"
         flags = (
             f"--xla_force_host_platform_device_count={devices} "
             f"--xla_dump_to={compiled} --xla_dump_hlo_as_text "
@@ -78,20 +78,20 @@ def list_programs(model, devices):
         return texts
 
 
-def sorted_files(folder, pattern):
+def sorted_files(directory, pattern):
     """The files in the order that they were made."""
 
     def number(path):
         return [int(n) for n in re.findall(r"\d+", path.name)][:1]
 
-    return sorted(pathlib.Path(folder).glob(pattern), key=number)
+    return sorted(pathlib.Path(directory).glob(pattern), key=number)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--save", type=pathlib.Path, metavar="FOLDER")
-    what.add_argument("--compare", type=pathlib.Path, metavar="FOLDER")
+    what.add_argument("--save", type=pathlib.Path, metavar="DIRECTORY")
+    what.add_argument("--compare", type=pathlib.Path, metavar="DIRECTORY")
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=[*MODELS]
     )

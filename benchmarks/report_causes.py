@@ -72,8 +72,8 @@ def saves():
     import keras_strategies as ks
 
     x, y = rows(32 * STEPS)
-    with tempfile.TemporaryDirectory() as folder:
-        callback = ks.callbacks.Checkpoint(folder, save_every_steps=1)
+    with tempfile.TemporaryDirectory() as directory:
+        callback = ks.callbacks.Checkpoint(directory, save_every_steps=1)
         return fit(build(), callback, x=x, y=y, batch_size=32)
 
 

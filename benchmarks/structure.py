@@ -74,7 +74,7 @@ def logic_lines(source):
 def count_logic_lines(package):
     """The logic lines of each room of a package, with its subrooms, by name.
 
-    "" is the room of the modules that are in no folder.
+    "" is the room of the modules that are in no directory.
     """
     counts = {}
     for path in sorted(package.rglob("*.py")):
@@ -195,15 +195,15 @@ def main():
     now = dict(figures(ROOT)) | dict(layer_figures())
     before = {}
     if args.commit:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as directory:
             archive = subprocess.run(
                 ["git", "-C", str(ROOT), "archive", args.commit],
                 check=True,
                 capture_output=True,
             ).stdout
             with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-                tar.extractall(folder, filter="data")
-            before = dict(figures(pathlib.Path(folder)))
+                tar.extractall(directory, filter="data")
+            before = dict(figures(pathlib.Path(directory)))
     for name, value in now.items():
         was = f"{before.get(name, 0):>10} ->" if before else ""
         print(f"{name:<32}{was}{value:>10}")

@@ -22,7 +22,7 @@ def parse():
     )
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument(
-        "--checkpoints", help="the folder to keep them in; none by default"
+        "--checkpoints", help="the directory to keep them in; none by default"
     )
     options = parser.parse_args()
     os.environ["KERAS_BACKEND"] = "jax"

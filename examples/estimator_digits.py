@@ -20,7 +20,7 @@ def parse():
         "--devices", type=int, help="how many to use; all by default"
     )
     parser.add_argument(
-        "--model-dir", help="where to go on; a temporary folder by default"
+        "--model-dir", help="where to go on; a temporary directory by default"
     )
     parser.add_argument("--max-steps", type=int, default=400)
     options = parser.parse_args()
@@ -143,9 +143,9 @@ def run(estimator, max_steps):
 
 def best_accuracy(estimator):
     """Of the exported model, which needs nothing but Keras."""
-    folder = os.path.join(estimator.model_dir, "export", "best_exporter")
-    newest = max(os.listdir(folder), key=int)
-    path = os.path.join(folder, newest, "model.keras")
+    directory = os.path.join(estimator.model_dir, "export", "best_exporter")
+    newest = max(os.listdir(directory), key=int)
+    path = os.path.join(directory, newest, "model.keras")
     model = keras.saving.load_model(path)
     x, y = TEST_DATA
     logits = model.predict({"image": x}, verbose=0)

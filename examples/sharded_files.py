@@ -34,14 +34,14 @@ def rows():
     return x, (x[:, 0] * x[:, 1] > 0).astype("int32")
 
 
-def write_files(folder):
+def write_files(directory):
     """Writes the rows, and returns the paths of the files."""
     import tensorflow as tf
 
     x, y = rows()
     paths, first = [], 0
     for number, count in enumerate(ROWS_OF_FILES):
-        paths.append(os.path.join(folder, f"train-{number}.tfrecord"))
+        paths.append(os.path.join(directory, f"train-{number}.tfrecord"))
         with tf.io.TFRecordWriter(paths[-1]) as file:
             for row in range(first, first + count):
                 file.write(record(row, x[row], y[row]))
@@ -236,8 +236,8 @@ def main():
 
     from keras_strategies.testing import run_processes
 
-    with tempfile.TemporaryDirectory() as folder:
-        paths = write_files(folder)
+    with tempfile.TemporaryDirectory() as directory:
+        paths = write_files(directory)
         results = [
             result.value
             for result in run_processes(

@@ -2,7 +2,8 @@
 
     ./run matrix                     # the rows whose Python is here
     ./run matrix --row 2             # one of them; may be given again
-    ./run matrix --root DIR          # with a newer Python in a Debian's folder;
+    ./run matrix --root DIR          # with a newer Python in a Debian's
+    directory;
                                      # may be given again
     ./run matrix --table             # what is kept of former runs
 
@@ -27,9 +28,9 @@ import xml.etree.ElementTree
 from collections.abc import Mapping
 
 ROOT = pathlib.Path(__file__).parents[1]
-FOLDER = ROOT / ".matrix"
+DIRECTORY = ROOT / ".matrix"
 CONSTRAINTS = pathlib.Path(__file__).parent / "matrix_constraints.txt"
-RESULTS = FOLDER / "results.jsonl"
+RESULTS = DIRECTORY / "results.jsonl"
 LIMIT_S = 25 * 60
 NIGHTLY = "3.16.0.dev2026102704"
 WHOLE = (
@@ -98,21 +99,21 @@ ROWS = (
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a row's Python is: on this machine, or in a folder's Debian."""
+    """Where a row's Python is: on this machine, or in a directory's Debian."""
 
     root: pathlib.Path | None = None
 
-    def folder(self, row):
+    def directory(self, row):
         """The row's clone, as this machine sees it."""
-        base = self.root or FOLDER
+        base = self.root or DIRECTORY
         return base / (f"matrix-{row.number}" if self.root else str(row.number))
 
     def run(self, row, *words, **options):
         """Runs a command in the row's clone."""
-        folder = self.folder(row)
+        directory = self.directory(row)
         if self.root is None:
-            return subprocess.run(words, cwd=folder, **options)
-        script = f'cd /{folder.name} && exec "$@"'
+            return subprocess.run(words, cwd=directory, **options)
+        script = f'cd /{directory.name} && exec "$@"'
         inside = ["/bin/sh", "-c", script, "sh", *words]
         return subprocess.run(
             ["chroot", str(self.root), *inside],
@@ -132,11 +133,11 @@ class Place:
 
 def install(place, row):
     """Makes the row's environment; what it has, by the modules."""
-    folder = place.folder(row)
-    shutil.rmtree(folder, ignore_errors=True)
-    words = ["git", "clone", "--quiet", str(ROOT), str(folder)]
+    directory = place.directory(row)
+    shutil.rmtree(directory, ignore_errors=True)
+    words = ["git", "clone", "--quiet", str(ROOT), str(directory)]
     subprocess.run(words, check=True)
-    (folder / "constraints.txt").write_text(list_constraints(row))
+    (directory / "constraints.txt").write_text(list_constraints(row))
     check = {"check": True}
     place.run(row, f"python{row.python}", "-m", "venv", ".venv", **check)
     pip = (".venv/bin/python", "-m", "pip", "--disable-pip-version-check")
@@ -147,7 +148,8 @@ def install(place, row):
         words = ("install", "--quiet", "--no-deps", *pins(row.others))
         place.run(row, *pip, *words, **check)
     if row.is_nightly:
-        # It lies in the folder of `keras`: one must go before the other comes.
+        # It lies in the directory of `keras`: one must go before the other
+        # comes.
         place.run(row, *pip, "uninstall", "--quiet", "-y", "keras", **check)
         nightly = f"keras-nightly=={row.keras}"
         words = ("install", "--quiet", "--no-deps", nightly)
@@ -208,7 +210,7 @@ def measure(place, row):
     """Runs the row's tests; what came of it."""
     found = install(place, row)
     start = time.monotonic()
-    report = place.folder(row) / "results.xml"
+    report = place.directory(row) / "results.xml"
     words = [".venv/bin/python", "-m", "pytest", *row.tests]
     words += ["-m", choose_marks(), "-q", "--junitxml=results.xml"]
     if row.is_nightly:
@@ -285,11 +287,14 @@ def main():
     numbers = [row.number for row in ROWS]
     parser.add_argument("--row", type=int, action="append", choices=numbers)
     parser.add_argument(
-        "--root", type=pathlib.Path, action="append", help="a Debian's folder"
+        "--root",
+        type=pathlib.Path,
+        action="append",
+        help="a Debian's directory",
     )
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    FOLDER.mkdir(exist_ok=True)
+    DIRECTORY.mkdir(exist_ok=True)
     places = [Place()]
     for root in options.root or ():
         if not (root / "usr" / "bin").is_dir():
@@ -310,7 +315,7 @@ def main():
         with RESULTS.open("a") as file:
             file.write(json.dumps(entry) + "\n")
         is_green &= not entry["failed"]
-        shutil.rmtree(place.folder(row), ignore_errors=True)
+        shutil.rmtree(place.directory(row), ignore_errors=True)
     show()
     return 0 if is_green else 1
 

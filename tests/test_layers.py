@@ -15,7 +15,7 @@ from benchmarks.structure import count_logic_lines, logic_lines
 pytestmark = pytest.mark.quick
 
 PACKAGE = "keras_strategies"
-FOLDER = pathlib.Path(__file__).parents[1] / PACKAGE
+DIRECTORY = pathlib.Path(__file__).parents[1] / PACKAGE
 
 # The rooms of the package, on floors from the lowest to the highest. A module
 # imports its own room and those on lower floors. "" are the public modules.
@@ -206,7 +206,7 @@ def _find_room(module):
             return room
     if parts and parts[0] == "_types":
         return "_types"
-    if parts and (FOLDER / parts[0]).is_dir():
+    if parts and (DIRECTORY / parts[0]).is_dir():
         return parts[0]
     # A name defined in the package's __init__.
     return ""
@@ -281,13 +281,13 @@ def _find_names(tree):
 
 
 def test_every_module_keeps_the_rules():
-    paths = sorted(FOLDER.rglob("*.py"))
+    paths = sorted(DIRECTORY.rglob("*.py"))
     assert len(paths) > 20
     problems = [
         problem
         for path in paths
         for problem in find_problems(
-            path.relative_to(FOLDER).as_posix(), path.read_text("utf-8")
+            path.relative_to(DIRECTORY).as_posix(), path.read_text("utf-8")
         )
     ]
     assert not problems, "\n".join(problems)
@@ -295,7 +295,8 @@ def test_every_module_keeps_the_rules():
 
 def test_every_room_has_a_floor():
     rooms = {
-        _room_of_file(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py")
+        _room_of_file(path.relative_to(DIRECTORY))
+        for path in DIRECTORY.rglob("*.py")
     }
     assert rooms - {"", "_types"} == set(FLOOR) - {"", "_types"}
     assert sum(map(len, FLOORS)) == len(FLOOR)
@@ -303,13 +304,13 @@ def test_every_room_has_a_floor():
 
 def test_no_room_is_overcrowded():
     for room in set(FLOOR) - {"", "_types"}:
-        modules = [p for p in (FOLDER / room).glob("*.py")]
+        modules = [p for p in (DIRECTORY / room).glob("*.py")]
         assert len(modules) <= MAX_MODULES + 1, room
 
 
 @pytest.mark.parametrize("package", SEAMS)
 def test_no_seam_grows(package):
-    tree = ast.parse((FOLDER / package / "seam.py").read_text("utf-8"))
+    tree = ast.parse((DIRECTORY / package / "seam.py").read_text("utf-8"))
     names = [
         alias.name
         for node in tree.body
@@ -338,11 +339,11 @@ def find_grown(counts):
 
 
 def test_no_room_grows():
-    assert find_grown(count_logic_lines(FOLDER)) == []
+    assert find_grown(count_logic_lines(DIRECTORY)) == []
 
 
 def test_a_room_that_grows_is_seen():
-    counts = count_logic_lines(FOLDER)
+    counts = count_logic_lines(DIRECTORY)
     function = "def f():\n" + "    g()\n" * 59
     grown = counts["spmd"] + len(logic_lines(function))
     (problem,) = find_grown(counts | {"spmd": grown})
@@ -397,8 +398,8 @@ def imports_of_all(sources):
 
 def read_sources():
     return {
-        path.relative_to(FOLDER).as_posix(): path.read_text("utf-8")
-        for path in FOLDER.rglob("*.py")
+        path.relative_to(DIRECTORY).as_posix(): path.read_text("utf-8")
+        for path in DIRECTORY.rglob("*.py")
     }
 
 
@@ -411,7 +412,7 @@ def test_every_module_that_is_imported_exists():
                 parts = node.module.split(".")
                 if parts[0] == PACKAGE:
                     count += 1
-                    place = FOLDER.joinpath(*parts[1:])
+                    place = DIRECTORY.joinpath(*parts[1:])
                     is_there = place.is_dir() or place.with_suffix(".py")
                     assert is_there is True or is_there.is_file(), (
                         f"{path}:{node.lineno}: {node.module}"

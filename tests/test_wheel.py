@@ -27,25 +27,25 @@ def call(*words, cwd):
     return call_with(*words, cwd=cwd, env=inherited)
 
 
-def environment(folder, *packages):
-    """A fresh environment's folder of commands."""
-    call(sys.executable, "-m", "venv", folder, cwd=folder.parent)
+def environment(directory, *packages):
+    """A fresh environment's directory of commands."""
+    call(sys.executable, "-m", "venv", directory, cwd=directory.parent)
     call(
-        *(folder / "bin" / "python", "-m", "pip", "install", "--quiet"),
+        *(directory / "bin" / "python", "-m", "pip", "install", "--quiet"),
         *packages,
-        cwd=folder.parent,
+        cwd=directory.parent,
     )
-    return folder / "bin"
+    return directory / "bin"
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder that a release's two files lie in, and its tools'."""
-    folder = tmp_path_factory.mktemp("built")
-    source = shutil.copytree(ROOT, folder / "source", ignore=IGNORED)
-    tools = environment(folder / "tools", "build", "twine")
-    call(tools / "python", "-m", "build", "-o", folder / "dist", cwd=source)
-    return folder / "dist", tools
+    """The directory that a release's two files lie in, and its tools'."""
+    directory = tmp_path_factory.mktemp("built")
+    source = shutil.copytree(ROOT, directory / "source", ignore=IGNORED)
+    tools = environment(directory / "tools", "build", "twine")
+    call(tools / "python", "-m", "build", "-o", directory / "dist", cwd=source)
+    return directory / "dist", tools
 
 
 def test_the_files_hold_the_package(built):

@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.quick
 
-FOLDER = pathlib.Path(__file__).parents[1] / "keras_strategies"
+DIRECTORY = pathlib.Path(__file__).parents[1] / "keras_strategies"
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 QUESTIONS = (
     r"(What|Where|Who|Whose|Whom|Why|How|When|Which|Of|As|Until|If|From|By)\b"
@@ -140,8 +140,8 @@ def problems_in(source):
 
 def test_the_package_reads_as_plain_english():
     problems = [
-        f"{path.relative_to(FOLDER)}:{line}: {problem}"
-        for path in sorted(FOLDER.rglob("*.py"))
+        f"{path.relative_to(DIRECTORY)}:{line}: {problem}"
+        for path in sorted(DIRECTORY.rglob("*.py"))
         for line, problem in problems_in(path.read_text("utf-8"))
     ]
     assert not problems, "\n".join(problems)

@@ -27,7 +27,7 @@ import pathlib
 import sys
 import time
 
-# turns.py and multi_process.py lie beside this folder.
+# turns.py and multi_process.py lie beside this directory.
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
 import sweep_crew

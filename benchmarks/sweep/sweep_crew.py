@@ -45,7 +45,7 @@ class Refused(Exception):
 
 
 def environment(role, devices):
-    """A worker's environment, which finds fit.py beside this folder."""
+    """A worker's environment, which finds fit.py beside this directory."""
     beside = str(pathlib.Path(__file__).parents[1])
     paths = [beside, os.environ.get("PYTHONPATH", "")]
     found = turns.environment(on_tensorflow=role == "tf", devices=devices)

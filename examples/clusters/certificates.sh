@@ -1,14 +1,14 @@
 #!/bin/sh
 # Certificates for mutual TLS of one job's processes (docs/clusters.md):
 #
-#   ./certificates.sh FOLDER 10.0.0.1 host0    # process 0's addresses
+#   ./certificates.sh DIRECTORY 10.0.0.1 host0    # process 0's addresses
 #
-# Copy FOLDER to every host, for no other user to read. The certificates are
+# Copy DIRECTORY to every host, for no other user to read. The certificates are
 # good for DAYS days (30 by default). The CA's key is thrown away, so nobody can
 # make further certificates for the job.
 set -eu
 
-folder=${1:?usage: $0 FOLDER ADDRESS...}
+directory=${1:?usage: $0 DIRECTORY ADDRESS...}
 shift
 : "${1:?give the IP addresses or names of process 0}"
 names=
@@ -22,8 +22,8 @@ for name in "$@"; do
 done
 
 umask 077
-mkdir -p "$folder"
-cd "$folder"
+mkdir -p "$directory"
+cd "$directory"
 trap 'rm -f ca.key ca.srl request.pem extensions' EXIT
 trap 'exit 1' HUP INT TERM
 curve="ec -pkeyopt ec_paramgen_curve:P-256"

@@ -9,7 +9,7 @@ is said by the first. A worker that is lost ends the others, Ray starts all of
 them again (`--failures` times), and `ks.callbacks.Checkpoint` goes on at the
 step that was saved last: `--directory` is one that all machines share. Compiled
 programs are cached in the home directory; if the machines do not share it, set
-JAX_COMPILATION_CACHE_DIR to another folder.
+JAX_COMPILATION_CACHE_DIR to another directory.
 """
 
 import argparse

@@ -58,7 +58,7 @@ def parse():
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument(
         "--checkpoints",
-        metavar="FOLDER",
+        metavar="DIRECTORY",
         help="on a disk that all hosts share; to resume after a restart",
     )
     return parser.parse_args()

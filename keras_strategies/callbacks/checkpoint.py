@@ -51,7 +51,7 @@ class Checkpoint(CheckpointCallback):
     then trains no further steps and logs a warning.
 
     Args:
-      directory: Path of the folder for checkpoints, on a disk that all
+      directory: Path of the directory for checkpoints, on a disk that all
         processes share. Use a separate directory for each run.
       save_every_steps: Number of train steps between saves.
       save_every_seconds: Number of seconds between saves, measured by the

@@ -36,14 +36,14 @@ class Points:
     `Points` warns once and drops all further points until `close`.
 
     Args:
-      folder: The folder to write to, created if needed; None to write no
+      directory: The directory to write to, created if needed; None to write no
         files.
     """
 
-    def __init__(self, folder: str | None) -> None:
+    def __init__(self, directory: str | None) -> None:
         self._records: Any = None
-        self._folder = folder
-        self._is_remote = folder is not None and "://" in folder
+        self._directory = directory
+        self._is_remote = directory is not None and "://" in directory
         # Libraries that access buckets raise various types of exceptions.
         self._errors = Exception if self._is_remote else OSError
         self._flushed = 0.0
@@ -57,15 +57,15 @@ class Points:
           ValueError: if the file cannot be created.
         """
         self.close()
-        if self._folder is None:
+        if self._directory is None:
             return
         try:
-            self._begin(self._folder)
+            self._begin(self._directory)
         except self._errors as error:
             raise ValueError(
-                "`Scalars` must be able to write to its folder. Received: "
-                f"{self._folder!r}: {_describe(error)}. Use a folder that this "
-                "process may write to, on a disk with free space."
+                "`Scalars` must be able to write to its directory. Received: "
+                f"{self._directory!r}: {_describe(error)}. Use a directory "
+                "that this process may write to, on a disk with free space."
             ) from error
 
     def discard_from(self, step: int) -> None:
@@ -85,11 +85,11 @@ class Points:
           step: The global step.
           values: The value for each tag.
         """
-        if self._folder is None or self._is_given_up or not values:
+        if self._directory is None or self._is_given_up or not values:
             return
         with self._giving_up():
             if self._records is None:
-                self._begin(self._folder)
+                self._begin(self._directory)
             if self._stale is not None:
                 # When TensorBoard reads a START event, it drops the points in
                 # earlier files from this step onward.
@@ -120,16 +120,16 @@ class Points:
             with contextlib.suppress(Exception):
                 self._records.close()
 
-    def _begin(self, folder: str) -> None:
+    def _begin(self, directory: str) -> None:
         from tensorboardX import record_writer
 
-        record_writer.directory_check(folder)
+        record_writer.directory_check(directory)
         # TensorBoard reads files in the order of their names, so names begin
         # with the time.
         seconds, nanos = divmod(time.time_ns(), 1_000_000_000)
         host, process = socket.gethostname(), os.getpid()
         name = f"{seconds:010d}.{nanos:09d}.{host}.{process}"
-        path = os.path.join(folder, f"events.out.tfevents.{name}")
+        path = os.path.join(directory, f"events.out.tfevents.{name}")
         self._records = record_writer.RecordWriter(path)
         self._flushed = time.monotonic()
         self._append(file_version="brain.Event:2")
@@ -160,10 +160,10 @@ class Points:
                 return
             self._is_given_up = True
             warnings.warn(
-                "`Scalars` could not write to its folder, so it writes no "
-                f"further points in this run. Received: {self._folder!r}: "
+                "`Scalars` could not write to its directory, so it writes no "
+                f"further points in this run. Received: {self._directory!r}: "
                 f"{_describe(error)}. Free space on the disk, or choose "
-                "another folder.",
+                "another directory.",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -55,9 +55,9 @@ class Scalars(keras.callbacks.Callback):
     created under a strategy.
 
     Args:
-      log_dir: The folder of the run, created if needed. It may be in a bucket
-        (`gs://`, `s3://`) if the library that tensorboardX needs to access the
-        bucket is installed. None to write no files, only log lines.
+      log_dir: The directory of the run, created if needed. It may be in a
+        bucket (`gs://`, `s3://`) if the library that tensorboardX needs to
+        access the bucket is installed. None to write no files, only log lines.
       every_n_steps: Number of train steps between points; 0 to write no points
         of training.
       log_every_n_steps: Number of train steps between log lines such as "step
@@ -74,8 +74,8 @@ class Scalars(keras.callbacks.Callback):
       TypeError: if `log_dir` is not a path or is empty, or a number is not an
         integer.
       ValueError: if a number is negative, or `eval_name` cannot be part of a
-        folder's name. In `fit`, before the first step: if the folder cannot be
-        written to.
+        directory's name. In `fit`, before the first step: if the directory
+        cannot be written to.
 
     Example:
       ```python
@@ -99,14 +99,14 @@ class Scalars(keras.callbacks.Callback):
         initial_step: int | None = None,
     ) -> None:
         super().__init__()
-        eval_folder = _eval_folder(eval_name)
+        eval_directory = _eval_directory(eval_name)
         if log_dir is None:
             self._train = self._eval = Points(None)
         else:
             check_installed()
-            folder = _folder(log_dir)
-            self._train = Points(folder)
-            self._eval = Points(os.path.join(folder, eval_folder))
+            directory = _directory(log_dir)
+            self._train = Points(directory)
+            self._eval = Points(os.path.join(directory, eval_directory))
         if log_every_n_steps is None:
             log_every_n_steps = every_n_steps
         self._writes = Every(_steps("every_n_steps", every_n_steps))
@@ -305,21 +305,21 @@ def _line(
     return f"step {step}: {shown}{end}"
 
 
-def _folder(log_dir: object) -> str:
+def _directory(log_dir: object) -> str:
     if not isinstance(log_dir, str | os.PathLike) or not str(log_dir):
         raise TypeError(
             "`log_dir` must be a non-empty path, or None. Received: "
-            f"log_dir={log_dir!r}. Pass the folder to write to."
+            f"log_dir={log_dir!r}. Pass the directory to write to."
         )
     return str(log_dir)
 
 
-def _eval_folder(name: object) -> str:
+def _eval_directory(name: object) -> str:
     if name is None:
         return "eval"
     if not isinstance(name, str) or not name or set(name) & set("/\\\0"):
         raise ValueError(
-            "`eval_name` must be a string that a folder's name can contain. "
+            "`eval_name` must be a string that a directory's name can contain. "
             f"Received: eval_name={name!r}. Use letters and digits, or omit it."
         )
     return f"eval_{name}"

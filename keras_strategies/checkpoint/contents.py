@@ -105,7 +105,7 @@ def load_document(path: str | os.PathLike[str]) -> Document:
     """Reads the document of a checkpoint, and checks its version.
 
     Args:
-      path: The checkpoint's folder.
+      path: The checkpoint's directory.
 
     Returns:
       The document: everything in the checkpoint except the values of its

@@ -107,11 +107,12 @@ class Checkpoint:
     def save(self, file_prefix: str | os.PathLike[str]) -> str:
         """Saves a checkpoint with the next number. Collective.
 
-        Like `tf.train.Checkpoint.save`, but the name of the checkpoint's folder
-        is just the number: `save("run/ckpt")` writes `run/1`, then `run/2`.
+        Like `tf.train.Checkpoint.save`, but the name of the checkpoint's
+        directory is just the number: `save("run/ckpt")` writes `run/1`, then
+        `run/2`.
 
         Args:
-          file_prefix: The folder to save in, followed by a name, as in
+          file_prefix: The directory to save in, followed by a name, as in
             TensorFlow. The name is ignored.
 
         Returns:
@@ -119,7 +120,7 @@ class Checkpoint:
 
         Raises:
           OSError: if the checkpoint cannot be written.
-          RuntimeError: if another job is writing to this folder.
+          RuntimeError: if another job is writing to this directory.
         """
         directory, _ = os.path.split(os.fspath(file_prefix))
         return self._write(directory or os.curdir, Keep(last=None))
@@ -128,26 +129,26 @@ class Checkpoint:
         """Writes a checkpoint that replaces the previous one. Collective.
 
         Args:
-          file_prefix: A folder that is used only for this checkpoint.
+          file_prefix: A directory that is used only for this checkpoint.
 
         Returns:
-          The folder, which can be passed to `read` and `restore`.
+          The directory, which can be passed to `read` and `restore`.
 
         Raises:
           OSError: if the checkpoint cannot be written.
-          RuntimeError: if another job is writing to this folder.
-          ValueError: if the folder contains several checkpoints. `write` would
-            delete them.
+          RuntimeError: if another job is writing to this directory.
+          ValueError: if the directory contains several checkpoints. `write`
+            would delete them.
         """
         steps = find_steps(file_prefix)
         # There may be two checkpoints if an earlier `write` was killed before
         # it deleted the old one.
         if len(steps) > 2:
             raise ValueError(
-                "`write` needs a folder for a single checkpoint, which the "
+                "`write` needs a directory for a single checkpoint, which the "
                 "next `write` replaces. Received: "
                 f"{shorten(str(file_prefix))}, which contains {len(steps)} "
-                "checkpoints. Use `save`, or pass another folder."
+                "checkpoints. Use `save`, or pass another directory."
             )
         self._write(file_prefix, Keep(last=1))
         return os.fspath(file_prefix)
@@ -167,9 +168,9 @@ class Checkpoint:
 
         Args:
           save_path: A path that `save`, `write`, `latest_checkpoint` or a
-            manager returned. It may be a checkpoint, or a folder of checkpoints
-            of which the newest good one is restored. With None, nothing is
-            restored, as in TensorFlow.
+            manager returned. It may be a checkpoint, or a directory of
+            checkpoints of which the newest good one is restored. With None,
+            nothing is restored, as in TensorFlow.
 
         Returns:
           The load status, as in TensorFlow.

@@ -153,7 +153,7 @@ def restore_arrays(
 
     Args:
       checkpointer: A result of `make_checkpointer`.
-      path: The checkpoint's folder.
+      path: The checkpoint's directory.
       targets: A NumPy array or a `jax.ShapeDtypeStruct` for each array.
       is_part: Whether the checkpoint may contain further arrays.
 

@@ -96,7 +96,7 @@ _logger = logging.getLogger(__name__)
 
 
 def find_newest_complete(directory: str) -> str | None:
-    """Returns the folder of the newest complete checkpoint, or None.
+    """Returns the directory of the newest complete checkpoint, or None.
 
     Only the names and sizes of files are compared with the manifest. Checksums
     are compared when the checkpoint is read.
@@ -110,7 +110,7 @@ def find_newest_complete(directory: str) -> str | None:
 
 
 def find_newest_good(directory: str) -> str | None:
-    """Returns the folder of the newest good checkpoint, or None.
+    """Returns the directory of the newest good checkpoint, or None.
 
     Reads each file of a checkpoint once, to compare its checksum.
     """
@@ -131,15 +131,15 @@ def warn_no_checkpoint(directory: str) -> None:
 
 
 def parse_step(path: str | os.PathLike[str]) -> int:
-    """Returns the global step of a checkpoint's folder.
+    """Returns the global step of a checkpoint's directory.
 
     Raises:
-      ValueError: if the folder's name is not a step.
+      ValueError: if the directory's name is not a step.
     """
     step = names.parse_step(pathlib.Path(path).name)
     if step is None:
         raise ValueError(
-            "A checkpoint must be a folder that is named after its step. "
+            "A checkpoint must be a directory that is named after its step. "
             f"Received: {os.fspath(path)!r}. Pass, for example, "
             "`estimator.latest_checkpoint()`."
         )
@@ -175,7 +175,7 @@ def check(path: str) -> None:
     """Checks that a checkpoint exists and is good.
 
     Raises:
-      ValueError: if the folder does not exist, or the checkpoint is damaged.
+      ValueError: if the directory does not exist, or the checkpoint is damaged.
     """
     parse_step(path)
     if not os.path.isdir(path):
@@ -246,8 +246,8 @@ def read_arrays(
         return {}
     processes = (jax.process_index(),)
     with contextlib.closing(make_checkpointer(processes)) as checkpointer:
-        folder = pathlib.Path(path).absolute()
-        return restore_arrays(checkpointer, folder, item, is_part=True)
+        directory = pathlib.Path(path).absolute()
+        return restore_arrays(checkpointer, directory, item, is_part=True)
 
 
 def list_variables(path: str) -> dict[str, tuple[str, str]]:

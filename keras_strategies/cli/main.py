@@ -146,7 +146,7 @@ _REPORT_OPTIONS: tuple[Option, ...] = (
 _MIGRATE_OPTIONS: tuple[Option, ...] = (
     (
         "paths",
-        "a Python file, a notebook, or a folder with such files",
+        "a Python file, a notebook, or a directory with such files",
         {"metavar": "PATH", "nargs": "+"},
     ),
     (
@@ -159,7 +159,7 @@ _MIGRATE_MODES: tuple[Option, ...] = (
     ("--write", "write the ported files", FLAG | {"dest": "writes"}),
     ("--diff", "print the changes", FLAG | {"dest": "shows_diff"}),
 )
-# The modules of commands that have no folder in `cli`.
+# The modules of commands that have no directory in `cli`.
 _MODULES = {"report": "cli.report_command", "migrate": "migrate.command"}
 _HOW_TO_VERIFY: tuple[Option, ...] = (
     ("--verify", "also compare checksums (the default)", FLAG),

@@ -79,7 +79,7 @@ def check_seconds(name: str, value: object) -> None:
 
 
 def check_name(name: str | None) -> None:
-    """Raises an error unless a folder can be named after an evaluation.
+    """Raises an error unless a directory can be named after an evaluation.
 
     Raises:
       TypeError: if `name` is neither a str nor None.
@@ -91,7 +91,7 @@ def check_name(name: str | None) -> None:
     check_type("`name`", name, str, "a str", fix)
     if "/" in name or "\\" in name or "\0" in name:
         raise ValueError(
-            "`name` must be a valid part of a folder's name. Received: "
+            "`name` must be a valid part of a directory's name. Received: "
             f"{shorten(name)}. Remove the slashes."
         )
 

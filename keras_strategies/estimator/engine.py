@@ -74,7 +74,7 @@ class Settings:
 
     @property
     def model_dir(self) -> str:
-        """The folder of checkpoints, event files and exports."""
+        """The directory of checkpoints, event files and exports."""
         return self._model_dir
 
     @property
@@ -93,7 +93,7 @@ class Settings:
         return self._model_fn
 
     def eval_dir(self, name: str | None = None) -> str:
-        """Returns the folder for an evaluation's event files."""
+        """Returns the directory for an evaluation's event files."""
         return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
 

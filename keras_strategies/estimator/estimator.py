@@ -66,8 +66,8 @@ class Estimator(Settings):
         which are passed by name. Features are `keras.Input`s and labels are
         `keras.KerasTensor`s. Use them as the inputs of a functional model, or
         only to read their shapes.
-      model_dir: Folder for checkpoints, event files and exports; None to use
-        `config.model_dir`, or a temporary folder if that is None too.
+      model_dir: Directory for checkpoints, event files and exports; None to use
+        `config.model_dir`, or a temporary directory if that is None too.
       config: The RunConfig; None for a default one.
       params: Parameters to pass to `model_fn` and `input_fn`. Each call gets a
         copy.
@@ -170,7 +170,7 @@ class Estimator(Settings):
             `model_dir` contains no checkpoint, the model's initial weights are
             evaluated.
           name: Name of the evaluation. Its event files are written to the
-            folder `eval_<name>`.
+            directory `eval_<name>`.
 
         Returns:
           A dict with "loss", a value for each metric, and "global_step".
@@ -221,7 +221,7 @@ class Estimator(Settings):
         )
 
     def latest_checkpoint(self) -> str | None:
-        """Returns the folder of the newest checkpoint, or None."""
+        """Returns the directory of the newest checkpoint, or None."""
         return reading.find_newest_complete(self.model_dir)
 
     def get_variable_names(self) -> list[str]:
@@ -267,15 +267,17 @@ class Estimator(Settings):
 
         Writes `model.keras`, which `keras.saving.load_model` can read. If
         TensorFlow is installed, it also writes a SavedModel into the same
-        folder. Exports are meant for prediction: the model is not compiled.
+        directory. Exports are meant for prediction: the model is not compiled.
         Call this method in the chief only.
 
         Args:
-          export_dir_base: Folder for exports. Each export is a new subfolder,
-            whose name is the time of the export in seconds since 1970.
+          export_dir_base: Directory for exports. Each export is a new
+            subdirectory, whose name is the time of the export in seconds since
+            1970.
           serving_input_receiver_fn: Must be None; see `FinalExporter`.
           assets_extra: A dict that maps relative destination paths to source
-            paths. The files are copied into the export's folder `assets.extra`.
+            paths. The files are copied into the export's directory
+            `assets.extra`.
           as_text: Must be False.
           checkpoint_path: Path of the checkpoint; None for the newest one.
           experimental_mode: The mode that `model_fn` is called with.
@@ -283,7 +285,7 @@ class Estimator(Settings):
             TensorFlow is installed.
 
         Returns:
-          The path of the new subfolder.
+          The path of the new subdirectory.
 
         Raises:
           ValueError: if no checkpoint exists, the inputs of the model are
@@ -336,8 +338,8 @@ def _resolve_config(config: object, model_dir: object) -> RunConfig:
         return config.replace(model_dir=model_dir)
     if config.model_dir is not None:
         return config
-    folder = tempfile.mkdtemp(prefix="keras-strategies-")
+    directory = tempfile.mkdtemp(prefix="keras-strategies-")
     _logger.warning(
-        "Using a temporary folder as the model directory: %s", folder
+        "Using a temporary directory as the model directory: %s", directory
     )
-    return config.replace(model_dir=folder)
+    return config.replace(model_dir=directory)

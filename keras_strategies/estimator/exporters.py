@@ -44,7 +44,7 @@ class Exporter(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """The name of this exporter's folder under `model_dir/export`."""
+        """The name of this exporter's directory under `model_dir/export`."""
 
     @abc.abstractmethod
     def export(
@@ -59,14 +59,14 @@ class Exporter(abc.ABC):
 
         Args:
           estimator: The `Estimator`.
-          export_path: The folder to write the export to.
+          export_path: The directory to write the export to.
           checkpoint_path: The checkpoint that was evaluated.
           eval_result: The result of `Estimator.evaluate` for the checkpoint.
           is_the_final_export: Whether training has ended. Always False if
             `TrainSpec.max_steps` is None.
 
         Returns:
-          The folder of the export, or None if nothing was exported.
+          The directory of the export, or None if nothing was exported.
         """
 
 
@@ -93,7 +93,7 @@ class _ModelExporter(Exporter):
 
     @property
     def name(self) -> str:
-        """The name of this exporter's folder under `model_dir/export`."""
+        """The name of this exporter's directory under `model_dir/export`."""
         return self._name
 
     def export(
@@ -132,10 +132,10 @@ class FinalExporter(_ModelExporter):
     `model_fn` returns, so `serving_input_receiver_fn` is not supported.
 
     Args:
-      name: Name of the folder under `model_dir/export`.
+      name: Name of the directory under `model_dir/export`.
       serving_input_receiver_fn: Must be None.
       assets_extra: A dict that maps relative destination paths to source paths.
-        The files are copied into the export's folder `assets.extra`.
+        The files are copied into the export's directory `assets.extra`.
       as_text: Must be False.
       saved_model: Whether to write a SavedModel as well (see
         `Estimator.export_saved_model`).
@@ -177,7 +177,7 @@ class LatestExporter(_ModelExporter):
     It keeps the newest exports and deletes older ones.
 
     Args:
-      name: Name of the folder under `model_dir/export`.
+      name: Name of the directory under `model_dir/export`.
       serving_input_receiver_fn: Must be None; see `FinalExporter`.
       assets_extra: See `FinalExporter`.
       as_text: Must be False.
@@ -228,11 +228,11 @@ class BestExporter(_ModelExporter):
         )
 
     Args:
-      name: Name of the folder under `model_dir/export`.
+      name: Name of the directory under `model_dir/export`.
       serving_input_receiver_fn: Must be None; see `FinalExporter`.
       event_file_pattern: Pattern of paths relative to `model_dir`, for example
         "eval_test/*" for an evaluation named "test". The results of earlier
-        runs in the pattern's folder are compared, too. None to compare only
+        runs in the pattern's directory are compared, too. None to compare only
         results of this process.
       compare_fn: Function that receives `best_eval_result` and
         `current_eval_result`, and returns whether the current one is better.
@@ -291,11 +291,11 @@ class BestExporter(_ModelExporter):
 
     def _find_best(self, model_dir: str) -> Mapping[str, Any] | None:
         """Returns the best evaluation result on disk, or None if none exist."""
-        folder = os.path.join(
+        directory = os.path.join(
             glob.escape(model_dir), os.path.dirname(self._pattern or "")
         )
         best = None
-        for path in sorted(glob.glob(folder)):
+        for path in sorted(glob.glob(directory)):
             for step, metrics in records.read(path).items():
                 result = metrics | {"global_step": step}
                 if best is None or self._compare_fn(
@@ -355,7 +355,7 @@ def _is_equal(
 
 
 def _delete_old(export_path: str, exports_to_keep: int | None) -> None:
-    """Deletes all exports except the newest ones; other folders are kept."""
+    """Deletes all exports except the newest ones, and no other directories."""
     if exports_to_keep is None:
         return
     versions = sorted(list_exports(export_path))
@@ -370,7 +370,7 @@ def _delete_old(export_path: str, exports_to_keep: int | None) -> None:
 
 
 def list_exports(export_path: str) -> list[int]:
-    """Returns the times of the exports in a folder, in seconds since 1970."""
+    """Returns the times of a directory's exports, in seconds since 1970."""
     try:
         names = [path.name for path in pathlib.Path(export_path).iterdir()]
     except FileNotFoundError:

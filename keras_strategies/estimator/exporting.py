@@ -1,4 +1,4 @@
-"""Exports an Estimator's model to a folder that is named after the time."""
+"""Exports an Estimator's model to a directory that is named after the time."""
 
 import functools
 import importlib.util
@@ -57,7 +57,7 @@ def export(
       make: Function of a mode and features that calls the `model_fn` outside of
         any strategy scope and returns the result.
       model_dir: The Estimator's `model_dir`.
-      base: The folder for exports.
+      base: The directory for exports.
       checkpoint_path: The checkpoint; None for the newest valid one.
       serving_input_receiver_fn: Must be None.
       assets_extra: A dict from relative destination paths to source paths.
@@ -78,15 +78,15 @@ def export(
         )
     reading.check(path)
     model = _restore_model(make, mode, path, read_features(model_dir))
-    folder = _make_folder(base)
+    directory = _make_directory(base)
     try:
         if writes_saved_model:
-            _write_saved_model(model, folder)
-        model.save(os.path.join(folder, MODEL_FILE))
-        _copy_files(files, folder)
-        return _put_in_place(folder, base)
+            _write_saved_model(model, directory)
+        model.save(os.path.join(directory, MODEL_FILE))
+        _copy_files(files, directory)
+        return _put_in_place(directory, base)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         raise
 
 
@@ -98,7 +98,7 @@ def write_features(model_dir: str, features: Tree) -> None:
     if the structure contains named tuples.
 
     Args:
-      model_dir: The folder to write to.
+      model_dir: The directory to write to.
       features: Symbolic features.
     """
     rows = [f for f in keras.tree.flatten(features) if f is not None]
@@ -193,11 +193,11 @@ def _writes_saved_model(saved_model: bool | None) -> bool:
     return has_tensorflow if saved_model is None else saved_model
 
 
-def _write_saved_model(model: keras.Model, folder: str) -> None:
+def _write_saved_model(model: keras.Model, directory: str) -> None:
     with warnings.catch_warnings():
         # Keras 3.15 calls deprecated functions in jax2tf.
         warnings.simplefilter("ignore", DeprecationWarning)
-        model.export(folder, format="tf_saved_model", verbose=False)
+        model.export(directory, format="tf_saved_model", verbose=False)
 
 
 def _make_zeros(num_rows: int, feature: Array) -> np.ndarray:
@@ -227,39 +227,39 @@ def _check_files(files: Mapping[str, str] | None) -> dict[str, str]:
     return dict(files)
 
 
-def _copy_files(files: Mapping[str, str], folder: str) -> None:
-    """Copies files into the folder of an export."""
+def _copy_files(files: Mapping[str, str], directory: str) -> None:
+    """Copies files into the directory of an export."""
     for name, source in files.items():
-        target = pathlib.Path(folder, _EXTRA, name)
+        target = pathlib.Path(directory, _EXTRA, name)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
 
 
-def _make_folder(base: str) -> str:
-    """Creates a temporary folder for an export, and returns its path."""
+def _make_directory(base: str) -> str:
+    """Creates a temporary directory for an export, and returns its path."""
     try:
         os.makedirs(base, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise NotADirectoryError(
-            "`export_dir_base` must be a folder. Received: "
+            "`export_dir_base` must be a directory. Received: "
             f"{base!r}, which is a file or a path inside a file. Pass another "
-            "path. The folder is created if it does not exist."
+            "path. The directory is created if it does not exist."
         ) from None
-    folder = os.path.join(base, f"temp-{secrets.token_hex(8)}")
-    # As for ordinary folders, the mode is 755 minus the umask. A folder that
-    # `tempfile` creates would have the mode 700.
-    os.mkdir(folder, 0o755)
-    return folder
+    directory = os.path.join(base, f"temp-{secrets.token_hex(8)}")
+    # As for ordinary directories, the mode is 755 minus the umask. A directory
+    # that `tempfile` creates would have the mode 700.
+    os.mkdir(directory, 0o755)
+    return directory
 
 
-def _put_in_place(folder: str, base: str) -> str:
+def _put_in_place(directory: str, base: str) -> str:
     """Renames a finished export to an unused time; returns the new path."""
     version = max([int(time.time()), *(v + 1 for v in list_exports(base))])
     while True:
         path = os.path.join(base, str(version))
         if not os.path.lexists(path):
             try:
-                os.rename(folder, path)
+                os.rename(directory, path)
                 return path
             except OSError:
                 # If another process has just used this name, the next one is

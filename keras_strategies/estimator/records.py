@@ -24,7 +24,7 @@ from keras_strategies.estimator.seam import (
 )
 
 FILE = "evaluations.jsonl"
-"""The name of the file with the results in an evaluation's folder."""
+"""The name of the file with the results in an evaluation's directory."""
 
 GLOBAL_STEP = "global_step"
 """The name of the global step in the results of an evaluation."""
@@ -34,10 +34,10 @@ _logger = logging.getLogger(__name__)
 
 
 def append(directory: str, step: int, metrics: Mapping[str, Any]) -> None:
-    """Appends the results of one evaluation to the folder's file.
+    """Appends the results of one evaluation to the directory's file.
 
     Args:
-      directory: The evaluation's folder, created if needed.
+      directory: The evaluation's directory, created if needed.
       step: The global step of the evaluated checkpoint.
       metrics: The results by name. Values that are not numbers are left out.
     """
@@ -58,14 +58,14 @@ def append(directory: str, step: int, metrics: Mapping[str, Any]) -> None:
 
 
 def read(directory: str) -> dict[int, dict[str, float]]:
-    """Returns the results of an evaluation's folder, by global step.
+    """Returns the results of an evaluation's directory, by global step.
 
     The steps are in ascending order. If a step was evaluated more than once,
     the dict contains the latest value of each result. Lines that cannot be
     parsed are skipped, and a warning is logged.
 
     Args:
-      directory: The evaluation's folder, which may not exist yet.
+      directory: The evaluation's directory, which may not exist yet.
     """
     results: dict[int, dict[str, float]] = {}
     for number, line in enumerate(

@@ -66,8 +66,8 @@ class EvalSpec:
         `Estimator.evaluate`.
       steps: Number of batches in each evaluation. The default is 100, as in
         TensorFlow; pass None to evaluate every row.
-      name: Name of the evaluation. Its files are written to the folder
-        `eval_<name>`, so that several evaluations do not share a folder.
+      name: Name of the evaluation. Its files are written to the directory
+        `eval_<name>`, so that several evaluations do not share a directory.
       hooks: Keras callbacks.
       exporters: An `Exporter`, or several exporters with different names. They
         are called after each evaluation.
@@ -187,13 +187,13 @@ def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
         check_name(name)
         if name in (".", ".."):
             raise ValueError(
-                "The name of an Exporter must be a valid folder name. "
+                "The name of an Exporter must be a valid directory name. "
                 f"Received: {name!r}. Use a name such as 'best'."
             )
     if len(set(names)) < len(names):
         raise ValueError(
             "`exporters` must have unique names. Received: the names "
             f"{names}. Rename an exporter, because each one writes to the "
-            "folder with its name."
+            "directory with its name."
         )
     return checked

@@ -94,7 +94,7 @@ def train_and_evaluate(
         _warn_without_evaluator(estimator)
     engine.train(estimator, train_spec)
     # If the cluster has a "chief", there may be an evaluator that the cluster
-    # does not list. If so, its folder exists by now.
+    # does not list. If so, its directory exists by now.
     may_be = CHIEF in jobs and EVALUATOR not in jobs
     if may_be and not os.path.isdir(estimator.eval_dir(eval_spec.name)):
         _warn_without_evaluator(estimator)

@@ -59,7 +59,7 @@ class WarmStartSettings:
 
     def __post_init__(self) -> None:
         path = self.ckpt_to_initialize_from
-        fix = "Pass a checkpoint's folder."
+        fix = "Pass a checkpoint's directory."
         kind = (str, os.PathLike)
         check_type("`ckpt_to_initialize_from`", path, kind, "a path", fix)
         if not os.fspath(path):
@@ -134,19 +134,19 @@ def make_settings(source: Any) -> WarmStartSettings | None:
     if source is None or isinstance(source, WarmStartSettings):
         return source
     kind, what = (str, os.PathLike), "a path or `WarmStartSettings`"
-    fix = "Pass a checkpoint's folder."
+    fix = "Pass a checkpoint's directory."
     check_type("`warm_start_from`", source, kind, what, fix)
     return WarmStartSettings(source)
 
 
 def _find_checkpoint(path: str) -> str:
-    """Returns the newest checkpoint in a folder, or the path of a checkpoint.
+    """Returns a directory's newest checkpoint, or the path of a checkpoint.
 
     Raises:
       ValueError: if no checkpoint exists.
     """
-    # A name that is a number does not prove that the folder is a checkpoint: a
-    # folder that contains checkpoints may have such a name, too.
+    # A name that is a number does not prove that the directory is a checkpoint:
+    # a directory that contains checkpoints may have such a name, too.
     latest = reading.find_newest_good(path) if os.path.isdir(path) else None
     if latest is not None:
         return latest
@@ -155,8 +155,8 @@ def _find_checkpoint(path: str) -> str:
     except ValueError as error:
         raise ValueError(
             f"`warm_start_from` needs a checkpoint. Received: {path!r}, which "
-            "is not a checkpoint and contains no checkpoints. Pass the folder "
-            f"of a checkpoint, or a `model_dir`. ({error})"
+            "is not a checkpoint and contains no checkpoints. Pass the "
+            f"directory of a checkpoint, or a `model_dir`. ({error})"
         ) from error
     return path
 

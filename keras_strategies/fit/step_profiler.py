@@ -35,8 +35,8 @@ def profile_from_environment(
       ValueError: if the variable is not valid.
     """
     steps = read_steps(os.environ)
-    folder = os.environ.get(DIRECTORY) or _DIRECTORY
-    return profile_steps(steps, folder, steps_per_execution)
+    directory = os.environ.get(DIRECTORY) or _DIRECTORY
+    return profile_steps(steps, directory, steps_per_execution)
 
 
 @contextlib.contextmanager
@@ -76,13 +76,13 @@ class StepProfiler:
 
     The phases of all threads, such as "input" and "program", are annotated in
     the trace, and the steps as "train". Each process writes its trace to its
-    own folder: the clocks of processes differ.
+    own directory: the clocks of processes differ.
 
     Args:
       first: The first step to trace, counted from 1.
       last: The last step to trace. Of a program of several steps
         (`steps_per_execution`), all steps are traced.
-      directory: The folder in which each process creates a folder.
+      directory: The directory in which each process creates a directory.
       steps_per_execution: The number of steps of a program.
     """
 
@@ -95,7 +95,7 @@ class StepProfiler:
     ) -> None:
         self._first, self._last = first, last
         number = jax.process_index()
-        self._folder = os.path.join(
+        self._directory = os.path.join(
             os.path.abspath(directory), f"process_{number}"
         )
         self._is_chief = number == 0
@@ -162,7 +162,7 @@ class StepProfiler:
         # Calls of Python functions would make most of the trace.
         options.python_tracer_level = 0
         try:
-            jax.profiler.start_trace(self._folder, profiler_options=options)
+            jax.profiler.start_trace(self._directory, profiler_options=options)
         except Exception as error:
             # Such as another trace, of `keras.callbacks.TensorBoard`.
             self._has_ended = True
@@ -185,8 +185,8 @@ class StepProfiler:
             last = min(self._last, self._steps)
             print(
                 f"Steps {self._first} to {last} were traced to "
-                f"{self._folder!r}. Open the `.trace.json.gz` file in "
-                "https://ui.perfetto.dev, or the folder in TensorBoard with "
+                f"{self._directory!r}. Open the `.trace.json.gz` file in "
+                "https://ui.perfetto.dev, or the directory in TensorBoard with "
                 "the plugin xprof.",
                 flush=True,
             )

@@ -1,7 +1,7 @@
 """JAX's persistent compilation cache, for jobs that may be started again.
 
-The folder is the user's own, not the directory of checkpoints: a cached program
-is machine code, and checkpoints are copied from one person to another.
+The directory is the user's own, not the directory of checkpoints: a cached
+program is machine code, and checkpoints are copied from one person to another.
 """
 
 import contextlib
@@ -16,15 +16,15 @@ from typing import Any
 
 import filelock
 
-from keras_strategies.job import trusted_folder
+from keras_strategies.job import trusted_directory
 
 _logger = logging.getLogger(__name__)
 
-_FOLDER = "JAX_COMPILATION_CACHE_DIR"
+_DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
 _ENABLED = "JAX_ENABLE_COMPILATION_CACHE"
 FIX = (
-    "Let only yourself write to it and to the folders above it (chmod go-w), "
-    f"set {_FOLDER} to another folder, or set {_ENABLED}=false."
+    "Let only yourself write to it and to the directories above it (chmod "
+    f"go-w), set {_DIRECTORY} to another directory, or set {_ENABLED}=false."
 )
 """What to do if programs cannot be cached."""
 
@@ -43,39 +43,39 @@ def make_settings(
 ) -> dict[str, str]:
     """Returns environment variables that make JAX cache compiled programs.
 
-    The folder is created, readable and writable by this user alone, and freed
-    of programs that a process did not finish writing. Its name contains a hash
-    of the CPU's features, because a home directory may be shared by machines
-    with different CPUs.
+    The directory is created, readable and writable by this user alone, and
+    freed of programs that a process did not finish writing. Its name contains a
+    hash of the CPU's features, because a home directory may be shared by
+    machines with different CPUs.
 
     Args:
       environ: The environment variables.
-      warns: Whether to log a warning if no folder can be used.
+      warns: Whether to log a warning if no directory can be used.
 
     Returns:
-      The variables that `environ` lacks. {} if `environ` has its own folder or
-      disables the cache, or if no folder can be used.
+      The variables that `environ` lacks. {} if `environ` has its own directory
+      or disables the cache, or if no directory can be used.
     """
-    if _FOLDER in environ or _is_disabled(environ):
+    if _DIRECTORY in environ or _is_disabled(environ):
         return {}
     try:
-        folder = _make_folder(environ)
+        directory = _make_directory(environ)
     except (OSError, RuntimeError) as error:
         if warns:
             _warn(str(error))
         return {}
     rest = {k: v for k, v in _SETTINGS.items() if k not in environ}
-    return {_FOLDER: str(folder), **rest}
+    return {_DIRECTORY: str(directory), **rest}
 
 
 def find_problem(environ: Mapping[str, str]) -> str:
-    """Returns why programs cannot be cached, or "". Creates no folder."""
+    """Returns why programs cannot be cached, or "". Creates no directory."""
     if _is_disabled(environ):
         return ""
-    given = environ.get(_FOLDER)
+    given = environ.get(_DIRECTORY)
     try:
         if given is None:
-            _check_folder(_find_folder(environ))
+            _check_directory(_find_directory(environ))
         elif given and "://" not in given and os.path.lexists(given):
             os.listdir(given)
     except (OSError, RuntimeError) as error:
@@ -99,7 +99,7 @@ def enable(*, warns: bool) -> None:
     if is_set or not config.jax_enable_compilation_cache:
         return
     for name, value in make_settings(os.environ, warns=warns).items():
-        convert = str if name == _FOLDER else int
+        convert = str if name == _DIRECTORY else int
         config.update(name.lower(), convert(value))
 
 
@@ -117,35 +117,35 @@ def _warn(problem: str) -> None:
     )
 
 
-def _find_folder(environ: Mapping[str, str]) -> pathlib.Path:
+def _find_directory(environ: Mapping[str, str]) -> pathlib.Path:
     base = environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     root = pathlib.Path(base).absolute() / "keras_strategies"
     return root / f"jax-{_hash_cpu()}"
 
 
-def _make_folder(environ: Mapping[str, str]) -> pathlib.Path:
-    folder = _find_folder(environ)
-    for path in (*reversed(folder.parents), folder):
+def _make_directory(environ: Mapping[str, str]) -> pathlib.Path:
+    directory = _find_directory(environ)
+    for path in (*reversed(directory.parents), directory):
         if not path.exists():
             path.mkdir(mode=0o700, exist_ok=True)
-    _check_folder(folder)
-    if _list_unfinished(folder):
+    _check_directory(directory)
+    if _list_unfinished(directory):
         # The lock that JAX takes while it writes.
-        with filelock.FileLock(folder / ".lockfile", timeout=_LOCK_S):
-            for path in _list_unfinished(folder):
+        with filelock.FileLock(directory / ".lockfile", timeout=_LOCK_S):
+            for path in _list_unfinished(directory):
                 path.unlink(missing_ok=True)
-    return folder
+    return directory
 
 
-def _check_folder(folder: pathlib.Path) -> None:
-    """Raises an error if a folder, which may not exist yet, cannot be used."""
-    trusted_folder.check_folder(folder)
-    nearest = next(p for p in (folder, *folder.parents) if p.exists())
+def _check_directory(directory: pathlib.Path) -> None:
+    """Raises an error if a directory, which need not exist, cannot be used."""
+    trusted_directory.check_directory(directory)
+    nearest = next(p for p in (directory, *directory.parents) if p.exists())
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise PermissionError(f"{str(nearest)!r} cannot be written to")
 
 
-def _list_unfinished(folder: pathlib.Path) -> list[pathlib.Path]:
+def _list_unfinished(directory: pathlib.Path) -> list[pathlib.Path]:
     """Lists the programs without a time of use, and times without a program.
 
     JAX writes the time last, so such a program may be incomplete. Because of
@@ -153,10 +153,10 @@ def _list_unfinished(folder: pathlib.Path) -> list[pathlib.Path]:
     cache other programs. JAX also deletes the time last; such a time would make
     a later program that is incomplete look complete.
     """
-    names = set(os.listdir(folder))
+    names = set(os.listdir(directory))
     pairs = {"-cache": "-atime", "-atime": "-cache"}
     return [
-        folder / name
+        directory / name
         for name in names
         if (other := pairs.get(name[-6:])) and name[:-6] + other not in names
     ]

@@ -64,7 +64,7 @@ def choose_gpus(
       platforms: The value of JAX_PLATFORMS, or of the option `jax_platforms`.
       resolver: The cluster's resolver. If it has a method `gpu_ids`, as
         `SlurmClusterResolver`, this method chooses.
-      dev: The folder of device files; tests replace it.
+      dev: The directory of device files; tests replace it.
 
     Returns:
       The positions of the GPUs among the visible ones; `()` for all of them.
@@ -99,7 +99,7 @@ def uses_gpus(
     """Returns whether JAX uses NVIDIA GPUs, without starting JAX's devices.
 
     If `platforms` is not set, JAX uses them if a plugin for CUDA is installed
-    and the driver is loaded; `dev` is the folder of device files.
+    and the driver is loaded; `dev` is the directory of device files.
     """
     if platforms:
         return allows_gpus(platforms)

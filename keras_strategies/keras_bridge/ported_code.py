@@ -85,9 +85,9 @@ def _find_tensorflow_call(error: Exception) -> tuple[str, bool]:
     file = getattr(tensorflow, "__file__", None)
     if file is None:
         return "", False
-    folder = os.path.join(os.path.dirname(file), "")
+    directory = os.path.join(os.path.dirname(file), "")
     frames = traceback.extract_tb(error.__traceback__)
-    are_inner = [frame.filename.startswith(folder) for frame in frames]
+    are_inner = [frame.filename.startswith(directory) for frame in frames]
     if True not in are_inner[1:]:
         return "", False
     caller = frames[are_inner.index(True, 1) - 1]

@@ -29,7 +29,7 @@ def migrate(
     """Ports Python files and notebooks, and prints what is left.
 
     Args:
-      paths: Files and folders.
+      paths: Files and directories.
       writes: Whether to write the files.
       shows_diff: Whether to print the changes.
       report_file: A file for the report, or None.

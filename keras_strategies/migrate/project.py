@@ -56,18 +56,18 @@ def find_files(paths: Sequence[str]) -> list[str]:
         if not os.path.exists(path):
             raise FileNotFoundError(
                 f"A path must exist. Received: {path!r}. Pass a Python file, a "
-                "notebook or a folder."
+                "notebook or a directory."
             )
         files = sorted(_walk(path)) if os.path.isdir(path) else [path]
         found.update(dict.fromkeys(files))
     return list(found)
 
 
-def _walk(folder: str) -> Iterator[str]:
-    for root, folders, names in os.walk(folder):
-        folders[:] = [
+def _walk(directory: str) -> Iterator[str]:
+    for root, directories, names in os.walk(directory):
+        directories[:] = [
             name
-            for name in folders
+            for name in directories
             if not name.startswith(".")
             and name not in _SKIPPED
             and not os.path.exists(os.path.join(root, name, "pyvenv.cfg"))

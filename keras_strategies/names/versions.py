@@ -126,8 +126,8 @@ def _read_version(package: str) -> str | None:
         spec = importlib.util.find_spec(package)
     except ValueError:  # A module without a spec, such as a stub.
         return None
-    for folder in (spec and spec.submodule_search_locations) or ():
-        path = pathlib.Path(folder) / name
+    for directory in (spec and spec.submodule_search_locations) or ():
+        path = pathlib.Path(directory) / name
         if path.is_file():
             with path.open(encoding="utf-8", errors="replace") as file:
                 match = re.search(pattern, file.read(_MAX_BYTES), re.MULTILINE)

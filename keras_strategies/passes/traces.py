@@ -101,7 +101,7 @@ def find_place(equation: object) -> str:
     info = getattr(equation, "source_info", None)
     traceback = getattr(info, "traceback", None)
     for frame in getattr(traceback, "frames", ()):
-        if not frame.file_name.startswith(("<", *_library_folders())):
+        if not frame.file_name.startswith(("<", *_library_directories())):
             name = os.path.basename(frame.file_name)
             return f"{name}:{frame.line_num}"
     return ""
@@ -135,12 +135,12 @@ def has_user_calls(jaxpr: ClosedJaxpr) -> bool:
 
     Even if it computes nothing by itself, it may decide what Keras computes.
     """
-    folder = os.path.join(*_folders("keras_strategies"), "step", "")
+    directory = os.path.join(*_directories("keras_strategies"), "step", "")
     for equation in jaxpr.jaxpr.eqns:
         if is_user_code(equation):
             return True
         for code in _list_frames(equation):
-            if code.co_filename.startswith(folder):
+            if code.co_filename.startswith(directory):
                 break
             if _find_maker(code.co_filename):
                 return True
@@ -272,7 +272,7 @@ def is_of_package(equation: JaxprEqn) -> bool:
 
 def is_package_file(file_name: str) -> bool:
     """Returns whether a file of source code belongs to this package."""
-    return file_name.startswith(_folders("keras_strategies"))
+    return file_name.startswith(_directories("keras_strategies"))
 
 
 def is_problem_of_package(error: Exception) -> bool:
@@ -309,8 +309,8 @@ _PROBLEMS = (
 def is_update(equation: JaxprEqn) -> bool:
     """Returns whether an equation is a part of an optimizer's update."""
     codes = _list_frames(equation)
-    folder = os.path.join(*_folders("keras"), "src", "optimizers", "")
-    is_optimizer = any(c.co_filename.startswith(folder) for c in codes)
+    directory = os.path.join(*_directories("keras"), "src", "optimizers", "")
+    is_optimizer = any(c.co_filename.startswith(directory) for c in codes)
     # `apply_gradients` is Keras's, and calls the hook that reduces gradients.
     return is_optimizer and all(c.co_name != "_reduce_gradients" for c in codes)
 
@@ -335,35 +335,37 @@ _OF_LOOPS = frozenset(("ks.stack_values", "scan"))
 @functools.lru_cache(maxsize=1024)
 def _find_maker(file_name: str) -> bool | None:
     """Returns whether a file is user code; None if its caller decides that."""
-    if not file_name.startswith(_library_folders()):
+    if not file_name.startswith(_library_directories()):
         return True
-    for folder in _folders("keras", "keras_hub"):
-        if file_name.startswith(folder):
-            *parts, name = file_name.removeprefix(folder).split(os.sep)
+    for directory in _directories("keras", "keras_hub"):
+        if file_name.startswith(directory):
+            *parts, name = file_name.removeprefix(directory).split(os.sep)
             is_for_callers = not _FOR_CALLERS.isdisjoint(parts)
             return None if is_for_callers and name != "trainer.py" else False
     return None
 
 
 _FOR_CALLERS = frozenset(("ops", "backend", "random", "utils", "tree"))
-"""Keras folders whose functions compute on behalf of their callers."""
+"""Keras directories whose functions compute on behalf of their callers."""
 
 
 @functools.cache
-def _library_folders() -> tuple[str, ...]:
+def _library_directories() -> tuple[str, ...]:
     names = ("jax", "keras", "keras_hub", "keras_strategies", "numpy")
     # These two modules are listed as files, because other packages may be
-    # installed in subfolders of their folder.
+    # installed in subdirectories of theirs.
     files = (functools.__file__, contextlib.__file__)
-    return ("<frozen ", *files, *_folders(*names))
+    return ("<frozen ", *files, *_directories(*names))
 
 
 @functools.cache
-def _folders(*names: str) -> tuple[str, ...]:
+def _directories(*names: str) -> tuple[str, ...]:
     specs = map(importlib.util.find_spec, names)
     origins = [spec.origin for spec in specs if spec and spec.origin]
-    folders = map(os.path.dirname, origins)
-    return tuple(dict.fromkeys(f"{folder}{os.sep}" for folder in folders))
+    directories = map(os.path.dirname, origins)
+    return tuple(
+        dict.fromkeys(f"{directory}{os.sep}" for directory in directories)
+    )
 
 
 def has_convolutions(jaxpr: ClosedJaxpr) -> bool:

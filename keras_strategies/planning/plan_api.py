@@ -9,7 +9,7 @@ from keras_strategies._types import Batch
 from keras_strategies.planning.compile import candidates as lib
 from keras_strategies.planning.compile.compiler import (
     Compiler,
-    find_cache_folder,
+    find_cache_directory,
 )
 from keras_strategies.planning.compile.estimates import write_notes
 from keras_strategies.planning.compile.planner import (
@@ -61,7 +61,9 @@ def make_plan(
     )
     try:
         with (
-            Compiler(folder=find_cache_folder() if cache else None) as compiler,
+            Compiler(
+                directory=find_cache_directory() if cache else None
+            ) as compiler,
             live_table(is_shown=progress) as show,
         ):
             steps = _plan_all(candidates, compiler, thorough, show)

@@ -185,7 +185,7 @@ def save_report(
     """Writes a report in one piece: readers see the old file or the new one.
 
     Args:
-      directory: The folder of the report.
+      directory: The directory of the report.
       document: The report.
       warns: Whether to warn, and not raise, if the report cannot be written.
     """
@@ -203,7 +203,7 @@ def save_report(
             "`RunReport` could not write its report, so training continues "
             f"without it. Received: {os.fspath(directory)!r}: "
             f"{error.strerror or error}. Free space on the disk, or choose "
-            "another folder.",
+            "another directory.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -267,7 +267,7 @@ class StepFile:
     exact: steps that cannot be written are lost without an error.
 
     Args:
-      directory: The folder of the file.
+      directory: The directory of the file.
       start: The number of the start.
       step: The step from which it continues.
     """

@@ -69,13 +69,13 @@ class RunReport(ReportCallback):
         `run_report.json`.
 
     Args:
-      directory: The folder for `run_report.json`, created if needed. None for
-        the directory of the `ks.callbacks.Checkpoint` of the same fit; without
-        one, no file is written.
+      directory: The directory for `run_report.json`, created if needed. None
+        for the directory of the `ks.callbacks.Checkpoint` of the same fit;
+        without one, no file is written.
       verbose: Whether the chief prints the report at the end of `fit`.
       profile: The steps to trace with JAX's profiler, such as "10:13": the
         first and the last one, counted from 1 at the start of the fit. Each
-        process writes its trace to a folder `profile` in the directory. The
+        process writes its trace to a directory `profile` in the directory. The
         environment variable KERAS_STRATEGIES_PROFILE does the same for each
         fit, without this callback.
 
@@ -120,7 +120,7 @@ class RunReport(ReportCallback):
         ):
             raise TypeError(
                 "`directory` must be a non-empty path, or None. Received: "
-                f"directory={directory!r}. Pass the folder of the run."
+                f"directory={directory!r}. Pass the directory of the run."
             )
         self._directory, self._verbose = directory, verbose
         self._profile = parse_steps(profile, "`profile`")
@@ -130,7 +130,7 @@ class RunReport(ReportCallback):
         # arrays to all variables.
         self._fitted: keras.Model | None = None
         self._step = GlobalStep()
-        self._folder: str | None = None
+        self._directory: str | None = None
         # The report before this start, and with it.
         self._earlier: files.Document | None = None
         self._document: files.Document | None = None
@@ -171,14 +171,14 @@ class RunReport(ReportCallback):
         self._fitted, self._is_chief = model, is_chief
         self._earlier = self._document = self._flops = None
         loop = None if model is None else find_fit_state(model)
-        folder = None if loop is None else loop.directory
+        directory = None if loop is None else loop.directory
         if self._directory is not None:
-            folder = os.fspath(self._directory)
-        self._folder = folder if is_chief else None
-        if self._folder is not None:
-            os.makedirs(self._folder, exist_ok=True)
-            if os.path.exists(os.path.join(self._folder, files.NAME)):
-                self._earlier = files.load_report(self._folder)
+            directory = os.fspath(self._directory)
+        self._directory = directory if is_chief else None
+        if self._directory is not None:
+            os.makedirs(self._directory, exist_ok=True)
+            if os.path.exists(os.path.join(self._directory, files.NAME)):
+                self._earlier = files.load_report(self._directory)
         has_tokens = model is not None and embeds_tokens(model)
         self._recorder = recorder = StepRecorder(has_tokens=has_tokens)
         self._write_at, self.is_done = 0.0, False
@@ -189,7 +189,7 @@ class RunReport(ReportCallback):
         if runner is not None:
             runner.measure_steps = recorder.measure_local
         per = 1 if model is None else model.steps_per_execution
-        traces = folder and os.path.join(folder, "profile")
+        traces = directory and os.path.join(directory, "profile")
         self._stack.enter_context(profile_steps(self._profile, traces, per))
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -200,18 +200,18 @@ class RunReport(ReportCallback):
             self._add_start(self._step.value)
 
     def _add_start(self, step: int) -> None:
-        folder, old = self._folder, self._earlier
+        directory, old = self._directory, self._earlier
         last_step = None
-        if folder is not None and old is not None:
+        if directory is not None and old is not None:
             # Without the file, it is the step of the report's last writing.
-            last_step = files.read_step(folder, old["num_starts"])
+            last_step = files.read_step(directory, old["num_starts"])
         self._document = files.add_start(old, time.time(), step, last_step)
-        if folder is None or self._recorder is None:
+        if directory is None or self._recorder is None:
             return
         # The report is written first: until then, its last start is the
         # earlier one, whose step the file must contain.
         self._write(is_first=True)
-        file = files.StepFile(folder, self._document["num_starts"], step)
+        file = files.StepFile(directory, self._document["num_starts"], step)
         self._stack.callback(file.close)
         self._recorder.note_steps = lambda count: file.write(step + count)
 
@@ -363,5 +363,7 @@ class RunReport(ReportCallback):
         self._document = files.update_start(
             document, last_step, figures, is_done=self.is_done
         )
-        if self._folder is not None:
-            files.save_report(self._folder, self._document, warns=not is_first)
+        if self._directory is not None:
+            files.save_report(
+                self._directory, self._document, warns=not is_first
+            )

@@ -69,7 +69,7 @@ class PlanMixin:
             compiling at full effort, until one more row on each replica does
             not fit.
           cache: Whether to store results for later plans, in the user's cache
-            folder (`XDG_CACHE_HOME`).
+            directory (`XDG_CACHE_HOME`).
           progress: Whether to show the table while it is being filled, if
             stderr is a terminal.
 

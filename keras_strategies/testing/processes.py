@@ -70,7 +70,7 @@ def run_processes(
 
     Args:
       target: The function, as "package.module:name". A new process in the
-        current folder must be able to import it. Its return value must
+        current directory must be able to import it. Its return value must
         be serializable as JSON.
       num_processes: Number of processes. A single process does not join a
         `jax.distributed` job.
@@ -105,8 +105,8 @@ def run_processes(
     (port,) = find_free_ports(1)
     address = f"127.0.0.1:{port}"
     environ = _make_environment(devices_per_process, env)
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [pathlib.Path(folder, str(p)) for p in range(num_processes)]
+    with tempfile.TemporaryDirectory() as directory:
+        paths = [pathlib.Path(directory, str(p)) for p in range(num_processes)]
         running = [
             _start(
                 [target, num_processes, index, address, list(args)],

@@ -26,10 +26,10 @@ HOST = 0
 
 # Parts of the keys in the key-value store. They must be the same in all
 # processes.
-_FOLDER = "keras_strategies/watchdog"
-_SENT = f"{_FOLDER}/sent/"
-_HEARTBEATS = f"{_FOLDER}/beats/"
-_RECEIVED = f"{_FOLDER}/received/"
+_DIRECTORY = "keras_strategies/watchdog"
+_SENT = f"{_DIRECTORY}/sent/"
+_HEARTBEATS = f"{_DIRECTORY}/beats/"
+_RECEIVED = f"{_DIRECTORY}/received/"
 _OVER, _DETECTOR, _SILENT = "over", "judge", "silent"
 _PERIOD_S = 0.25
 _HEARTBEAT_S = 0.5
@@ -242,8 +242,8 @@ class HeartbeatThread:
         elif self._process == HOST and self.detector.is_over:
             self._write(_SENT, _OVER, "")
 
-    def _write(self, folder: str, name: str, text: str) -> None:
-        self._client.key_value_set(f"{folder}{name}", text, True)
+    def _write(self, directory: str, name: str, text: str) -> None:
+        self._client.key_value_set(f"{directory}{name}", text, True)
 
 
 def _parse_heartbeats(received: list[tuple[str, str]]) -> dict[int, Heartbeat]:

@@ -53,11 +53,11 @@ def runner():
 @pytest.fixture(scope="module")
 def whole(runner, tmp_path_factory):
     """A run that nobody interrupted, with checkpoints of steps 5, 10, 12."""
-    folder = tmp_path_factory.mktemp("whole")
+    directory = tmp_path_factory.mktemp("whole")
     # A first fit draws an order more, to build the metrics.
     fit(runner, epochs=1, **VALIDATED)
-    outcome, told = runner.run(folder, save_every_steps=5)
-    return folder, outcome, told
+    outcome, told = runner.run(directory, save_every_steps=5)
+    return directory, outcome, told
 
 
 def fit(runner, *callbacks, **arguments):
@@ -108,12 +108,12 @@ def test_checkpoints_change_no_number(runner, whole, tmp_path):
 def test_a_finished_run_trains_nothing_and_warns(
     runner, whole, verbose, caplog
 ):
-    folder, expected, _ = whole
-    log = (folder / "log.csv").read_text()
-    ours, told = runner.run(folder, seed=5, verbose=verbose)
+    directory, expected, _ = whole
+    log = (directory / "log.csv").read_text()
+    ours, told = runner.run(directory, seed=5, verbose=verbose)
     assert_equal(ours, expected)
     assert not told
-    assert (folder / "log.csv").read_text() == log
+    assert (directory / "log.csv").read_text() == log
     (text,) = [r.getMessage() for r in caplog.records]
     assert "has ended after 12 steps, so `fit` trains no further steps." in text
     assert "Pass more `epochs`" in text
@@ -134,20 +134,20 @@ def test_a_run_that_a_callback_ended_is_over(runner, tmp_path, caplog):
 def test_a_log_keeps_its_columns(runner, tmp_path):
     """Also where the first epoch that is logged again has others."""
 
-    def log(folder, *ends):
-        folder.mkdir()
+    def log(directory, *ends):
+        directory.mkdir()
         model = runner.reset()
         for end in ends:
             rate = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1)
-            logger = keras.callbacks.CSVLogger(folder / "log.csv")
+            logger = keras.callbacks.CSVLogger(directory / "log.csv")
             model.fit(
                 **of(**VALIDATED, shuffle=False)(),
                 epochs=end,
                 validation_freq=2,
                 verbose=0,
-                callbacks=[rate, logger, Checkpoint(folder / "kept")],
+                callbacks=[rate, logger, Checkpoint(directory / "kept")],
             )
-        return (folder / "log.csv").read_text()
+        return (directory / "log.csv").read_text()
 
     assert log(tmp_path / "ours", 1, 2) == log(tmp_path / "whole", 2)
 
@@ -283,7 +283,7 @@ def test_a_best_that_is_nowhere_is_told_once(
         assert "'loss', 'mae', 'val_loss'" in told[0]
 
 
-def test_folders_are_the_users_alone(runner, tmp_path):
+def test_directories_are_the_users_alone(runner, tmp_path):
     fit(runner, Checkpoint(tmp_path / "kept"), epochs=1)
     for path in (tmp_path / "kept", tmp_path / "kept" / "4"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700

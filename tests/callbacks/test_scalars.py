@@ -45,10 +45,10 @@ def fit(model, *callbacks, **changes):
     return history.history
 
 
-def read(folder, *parts):
-    """{tag: {step: value}} of a folder; a step that is there twice fails."""
+def read(directory, *parts):
+    """{tag: {step: value}} of a directory; a step that is there twice fails."""
     reader = event_accumulator.EventAccumulator(
-        os.path.join(folder, *parts), size_guidance={"scalars": 0}
+        os.path.join(directory, *parts), size_guidance={"scalars": 0}
     )
     reader.Reload()
     points = {}
@@ -59,12 +59,12 @@ def read(folder, *parts):
     return points
 
 
-def list_steps(folder, *parts, tag="loss"):
-    return list(read(folder, *parts).get(tag, {}))
+def list_steps(directory, *parts, tag="loss"):
+    return list(read(directory, *parts).get(tag, {}))
 
 
-def list_files(folder):
-    return sorted(p.name for p in folder.iterdir() if p.is_file())
+def list_files(directory):
+    return sorted(p.name for p in directory.iterdir() if p.is_file())
 
 
 # What is written, and when.
@@ -428,15 +428,15 @@ def test_numbers_that_are_none(tmp_path, caplog, verbose):
 # Evaluation.
 
 
-def test_evaluations_have_folders_of_their_own(tmp_path):
+def test_evaluations_have_directories_of_their_own(tmp_path):
     model = _kept_model(2, 1)
     model.optimizer.iterations.assign(7)
     given = {"batch_size": 6, "verbose": 0, "return_dict": True}
     plain = model.evaluate(X, Y, callbacks=[Scalars(tmp_path)], **given)
     named = Scalars(tmp_path, eval_name="test")
     test = model.evaluate(X[:9], Y[:9], callbacks=[named], **given)
-    for folder, expected in (("eval", plain), ("eval_test", test)):
-        points = read(tmp_path, folder)
+    for directory, expected in (("eval", plain), ("eval_test", test)):
+        points = read(tmp_path, directory)
         assert {tag: {7: expected[tag]} for tag in expected} == {
             tag: {k: pytest.approx(v) for k, v in values.items()}
             for tag, values in points.items()
@@ -526,7 +526,7 @@ def test_state_that_is_given_before_a_fit(tmp_path):
     assert list_steps(tmp_path) == [34]
 
 
-def test_a_new_run_in_a_used_folder_replaces_the_old_one(tmp_path):
+def test_a_new_run_in_a_used_directory_replaces_the_old_one(tmp_path):
     model = _kept_model(2, 1)
     for every in (1, 3):
         model.optimizer.iterations.assign(0)
@@ -661,16 +661,20 @@ def test_bad_arguments(arguments, error, message):
         Scalars(**({"log_dir": "logs"} | arguments))
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_the_first_step(tmp_path):
+def test_a_directory_that_cannot_be_made_is_told_before_the_first_step(
+    tmp_path,
+):
     (tmp_path / "file").write_text("")
-    folder = tmp_path / "file" / "logs"
+    directory = tmp_path / "file" / "logs"
     model = _kept_model(2, 1)
     before = int(model.optimizer.iterations.value)
-    with pytest.raises(ValueError, match="must be able to write to its folder"):
-        fit(model, Scalars(folder))
+    with pytest.raises(
+        ValueError, match="must be able to write to its directory"
+    ):
+        fit(model, Scalars(directory))
     assert int(model.optimizer.iterations.value) == before
     with pytest.raises(ValueError, match="file/logs/eval"):
-        model.evaluate(X, Y, verbose=0, callbacks=[Scalars(folder)])
+        model.evaluate(X, Y, verbose=0, callbacks=[Scalars(directory)])
 
 
 def test_a_disk_that_is_full_ends_the_points_and_not_the_training(
@@ -744,7 +748,7 @@ def test_records_are_framed_as_tensorflow_frames_them(tmp_path):
     assert np.isnan(points["none"][3])
 
 
-def test_files_of_a_folder_are_read_in_the_order_they_were_made(tmp_path):
+def test_files_of_a_directory_are_read_in_the_order_they_were_made(tmp_path):
     points = event_files.Points(str(tmp_path))
     for step in range(5):
         points.add(step, {"loss": step})

@@ -48,7 +48,7 @@ def built(name):
     return model
 
 
-def train(name, folder, stop=None, epochs=3):
+def train(name, directory, stop=None, epochs=3):
     """The losses and all values after training, resumed if there is one."""
     model = built(name)
     history = model.fit(
@@ -59,7 +59,7 @@ def train(name, folder, stop=None, epochs=3):
         verbose=0,
         callbacks=[
             Seen(stop),
-            ks.callbacks.Checkpoint(folder, save_every_steps=3),
+            ks.callbacks.Checkpoint(directory, save_every_steps=3),
         ],
     )
     return history.history, values_of(model)
@@ -83,27 +83,27 @@ def fill(model, number):
     return model
 
 
-def killed_in_a_save(name, folder, last):
+def killed_in_a_save(name, directory, last):
     """Saves steps 1 to `last`, and is killed while the last is written."""
-    model, folder = built(name), Path(folder)
+    model, directory = built(name), Path(directory)
     checkpoint = ks.checkpoint.Checkpoint(model=model)
-    with ks.checkpoint.CheckpointManager(checkpoint, folder) as manager:
+    with ks.checkpoint.CheckpointManager(checkpoint, directory) as manager:
         for step in range(1, last + 1):
             fill(model, step)
             if step == last:
                 manager.wait()
-                threading.Thread(target=_kill, args=[folder, last]).start()
+                threading.Thread(target=_kill, args=[directory, last]).start()
             manager.save(step)
         manager.wait()
 
 
-def _kill(folder, step):
+def _kill(directory, step):
     """Ends this process as soon as arrays of a step are written."""
 
     def are_written():
         return any(
             "ocdbt.process" in parent and files
-            for path in folder.glob(f"{step}.*")
+            for path in directory.glob(f"{step}.*")
             for parent, _, files in os.walk(path)
         )
 
@@ -111,21 +111,21 @@ def _kill(folder, step):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def refused(folder, names):
+def refused(directory, names):
     """What a job says of checkpoints in which a shard's file is damaged."""
-    model, folder = built("job"), Path(folder)
+    model, directory = built("job"), Path(directory)
     checkpoint = ks.checkpoint.Checkpoint(model=model)
-    whole = folder / "whole"
+    whole = directory / "whole"
     with ks.checkpoint.CheckpointManager(checkpoint, whole) as manager:
         for step in (1, 2):
             fill(model, step)
             manager.save(step)
     told = {}
     for name in names:
-        _in_chief(name, lambda name=name: _damage(folder, name))
+        _in_chief(name, lambda name=name: _damage(directory, name))
         fill(model, 5)
         with ks.checkpoint.CheckpointManager(
-            checkpoint, folder / name
+            checkpoint, directory / name
         ) as manager:
             try:
                 manager.restore(2)
@@ -148,11 +148,11 @@ def _in_chief(name, work):
     multihost_utils.sync_global_devices(name)
 
 
-def _damage(folder, name):
+def _damage(directory, name):
     """`missing-1`: a shard's file of process 1 is not there."""
-    shutil.copytree(folder / "whole", folder / name)
+    shutil.copytree(directory / "whole", directory / name)
     kind, process = name.split("-")
-    step = folder / name / "2"
+    step = directory / name / "2"
     file = sorted(step.glob(f"state/ocdbt.process_{process}/d/*"))[0]
     if kind == "missing":
         file.unlink()

@@ -28,9 +28,9 @@ def make(replicas):
     return compiled_in(mirrored(replicas), net, optimizer, "mse")
 
 
-def train(model, folder, epochs, **options):
+def train(model, directory, epochs, **options):
     """Epochs of 3 steps; a checkpoint after each epoch, or as told."""
-    kept = ks.callbacks.Checkpoint(folder / "kept", **{"keep": 99} | options)
+    kept = ks.callbacks.Checkpoint(directory / "kept", **{"keep": 99} | options)
     model.fit(X, Y, batch_size=16, epochs=epochs, verbose=0, callbacks=[kept])
     return values(model)
 

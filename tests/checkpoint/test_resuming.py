@@ -30,19 +30,19 @@ pytestmark = [
 ]
 
 
-def saved_steps(folder):
-    return sorted(int(p.name) for p in (folder / "kept").glob("[0-9]*"))
+def saved_steps(directory):
+    return sorted(int(p.name) for p in (directory / "kept").glob("[0-9]*"))
 
 
-def check(case, folder, *, every):
+def check(case, directory, *, every):
     """Goes on after some of the steps of a run, each time anew."""
     runner = runs.Runner(case)
-    whole, told = runner.run(folder / "whole")
-    steps = saved_steps(folder / "whole")
+    whole, told = runner.run(directory / "whole")
+    steps = saved_steps(directory / "whole")
     assert len(steps) > 1
     for step in [*steps[::every], steps[-1]]:
-        copy = folder / f"{step}-{len(list(folder.iterdir()))}"
-        runs.interrupted_at(folder / "whole", step, copy)
+        copy = directory / f"{step}-{len(list(directory.iterdir()))}"
+        runs.interrupted_at(directory / "whole", step, copy)
         ours, ours_told = runner.run(copy, seed=5, k=case.then, **SELDOM)
         runs.assert_equal(ours, whole, is_exact=case.is_exact)
         if case.then is None:
@@ -89,7 +89,7 @@ STRATEGIES = {
 }
 
 
-def train(strategy, folder, stop=None):
+def train(strategy, directory, stop=None):
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = make_mlp()
@@ -107,7 +107,7 @@ def train(strategy, folder, stop=None):
         verbose=0,
         callbacks=[
             runs.Seen(stop),
-            ks.callbacks.Checkpoint(folder, save_every_steps=3),
+            ks.callbacks.Checkpoint(directory, save_every_steps=3),
         ],
     )
     values = [np.asarray(v.value) for v in model_variables.all_variables(model)]

@@ -43,9 +43,9 @@ PAIRS = [
 ]
 
 
-def make_manager(model, folder):
+def make_manager(model, directory):
     checkpoint = ks.checkpoint.Checkpoint(model=model)
-    return ks.checkpoint.CheckpointManager(checkpoint, folder)
+    return ks.checkpoint.CheckpointManager(checkpoint, directory)
 
 
 def built(name, plus=0.0):
@@ -78,11 +78,11 @@ def begun(tmp_path_factory):
 
     @functools.cache
     def begin(layout):
-        folder = tmp_path_factory.mktemp(layout)
-        whole = sharded.train(layout, folder / "whole")
+        directory = tmp_path_factory.mktemp(layout)
+        whole = sharded.train(layout, directory / "whole")
         with pytest.raises(Interrupted):
-            sharded.train(layout, folder / "kept", stop=7)
-        return whole, folder / "kept"
+            sharded.train(layout, directory / "kept", stop=7)
+        return whole, directory / "kept"
 
     return begin
 
@@ -122,13 +122,13 @@ def test_killed_in_the_middle_of_a_save(tmp_path, count, devices):
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory):
     """Checkpoints of steps 1 and 2, of values 1 and 2."""
-    folder = tmp_path_factory.mktemp("pristine")
+    directory = tmp_path_factory.mktemp("pristine")
     model = built("sharded8")
-    with make_manager(model, folder) as manager:
+    with make_manager(model, directory) as manager:
         for step in (1, 2):
             sharded.fill(model, step)
             manager.save(step)
-    return folder
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +141,10 @@ def four_replicas():
 def test_a_damaged_checkpoint_is_refused(
     damage, pristine, four_replicas, tmp_path
 ):
-    folder = tmp_path / "checkpoints"
-    shutil.copytree(pristine, folder)
-    damage(folder / "2")
-    with make_manager(four_replicas, folder) as manager:
+    directory = tmp_path / "checkpoints"
+    shutil.copytree(pristine, directory)
+    damage(directory / "2")
+    with make_manager(four_replicas, directory) as manager:
         assert manager.restore_or_initialize() == 1
         assert all((v == 1).all() for v in sharded.values_of(four_replicas))
         error = (ks.checkpoint.DamagedCheckpoint, FileNotFoundError)

@@ -257,10 +257,10 @@ def test_a_script_that_catches_all_errors_and_goes_on_is_planned(
 
 @pytest.mark.tpu
 @pytest.mark.parametrize("is_module", [False, True])
-def test_a_script_of_another_folder_is_planned(
+def test_a_script_of_another_directory_is_planned(
     tmp_path, monkeypatch, capsys, is_module
 ):
-    """With modules beside it, and none of the current folder."""
+    """With modules beside it, and none of the current directory."""
     imported = strangers.write(tmp_path / "here")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

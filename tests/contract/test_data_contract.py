@@ -124,10 +124,10 @@ def test_datasets_of_tf_tell_sizes_and_arrays():
 
 def test_tensorboardx_frames_records(tmp_path):
     assert isinstance(record_writer.REGISTERED_FACTORIES, dict)
-    folder = tmp_path / "logs"
-    record_writer.directory_check(str(folder))
-    assert folder.is_dir()
-    path = folder / "events"
+    directory = tmp_path / "logs"
+    record_writer.directory_check(str(directory))
+    assert directory.is_dir()
+    path = directory / "events"
     writer = record_writer.RecordWriter(str(path))
     writer.write(b"abc")
     writer._writer.flush()

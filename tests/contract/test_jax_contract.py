@@ -58,14 +58,14 @@ def client_calls():
         client.key_value_set(f"contract/{me}", "again")
     except jax.errors.JaxRuntimeError as error:
         told["twice"] = str(error)
-    # What the guard needs besides: to write again, and to read a folder.
+    # What the guard needs besides: to write again, and to read a directory.
     client.key_value_set(f"contract/{me}", "changed", True)
-    told["folder"] = [
+    told["directory"] = [
         value
         for key, value in client.key_value_dir_get("contract/")
         if key == f"contract/{me}"
     ]
-    told["empty"] = client.key_value_dir_get("no such folder/")
+    told["empty"] = client.key_value_dir_get("no such directory/")
     told["is_reachable"] = kv_store.is_reachable()
     told["is_speaking"] = kv_store.is_speaking()
     client.key_value_set(f"heard/{me}", "")
@@ -117,7 +117,7 @@ def test_the_key_value_client_and_what_it_forgets():
         assert "DEADLINE_EXCEEDED" in told["late"]
         assert "DEADLINE_EXCEEDED" in told["deleted"]
         assert "ALREADY_EXISTS" in told["twice"]
-        assert told["folder"] == ["changed"]
+        assert told["directory"] == ["changed"]
         assert told["empty"] == []
         assert told["is_reachable"]
         assert told["is_speaking"]

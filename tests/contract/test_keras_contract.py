@@ -103,8 +103,8 @@ RELIED_ON = {
     *("_learning_rate", "_moments", "_num_samples"),
     *("_reduction_axes", "_shuffle", "_trainable_variables"),
 }
-"""Private names of Keras, each with a test here or in another of this folder's
-files of Keras."""
+"""Private names of Keras, each with a test here or in another of this
+directory's files of Keras."""
 
 
 def model_of(*layers, loss="mse", **compile_args):
@@ -1329,9 +1329,9 @@ def test_averages_of_weights_are_named_by_the_weights():
 
 
 def test_applications_get_their_weights_from_addresses_of_this_form():
-    folder = pathlib.Path(inspect.getfile(keras.Model)).parents[1]
+    directory = pathlib.Path(inspect.getfile(keras.Model)).parents[1]
     calls = 0
-    for path in (folder / "applications").glob("*.py"):
+    for path in (directory / "applications").glob("*.py"):
         if path.stem.endswith("_test"):
             continue
         text = path.read_text()

@@ -87,7 +87,7 @@ def iterable(rows, size, count, index, own):
     )
 
 
-def files(folder):
+def files(directory):
     from keras_strategies.data.sources.file_source import FilesSource
     from keras_strategies.data.sources.files import files as list_files
 
@@ -95,9 +95,9 @@ def files(folder):
         cuts = [0, rows // 7, rows // 7, rows // 2, rows, rows]
         paths = []
         for number, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
-            path = folder / f"{rows}-{number}.npy"
+            path = directory / f"{rows}-{number}.npy"
             if not path.exists():
-                temporary = folder / f"{rows}-{number}-{count}-{index}"
+                temporary = directory / f"{rows}-{number}-{count}-{index}"
                 with open(temporary, "wb") as file:
                     np.save(file, values(rows)[a:b])
                 temporary.replace(path)
@@ -110,8 +110,8 @@ def files(folder):
     return make
 
 
-def by_file(folder):
-    make = files(folder)
+def by_file(directory):
+    make = files(directory)
 
     def by_file(rows, size, count, index, own):
         return make(rows, size, count, index, own, AutoShardPolicy.FILE)
@@ -233,10 +233,10 @@ def test_each_process_uses_its_own_rows_once(make, cases):
     check_all(make, True, cases)
 
 
-def made(name, folder):
+def made(name, directory):
     return {
-        "files": lambda: files(folder),
-        "by file": lambda: by_file(folder),
+        "files": lambda: files(directory),
+        "by file": lambda: by_file(directory),
         "grain": lambda: grain_dataset,
         "torch": lambda: torch_loader,
         "tf.data": lambda: tf_data,

@@ -11,8 +11,8 @@ from tests.docs.public_names import list_names, public_modules
 ROWS = 256
 
 
-def names_for(path, folder):
-    """The names for the example of a dotted name, run in a folder."""
+def names_for(path, directory):
+    """The names for the example of a dotted name, run in a directory."""
     modules = public_modules()
     place = path
     while place not in modules:
@@ -23,10 +23,10 @@ def names_for(path, folder):
     if place.startswith("keras_strategies.estimator"):
         names |= estimator_names(names["strategy"])
     if place == "keras_strategies.data":
-        (folder / "train").mkdir()
+        (directory / "train").mkdir()
         for part in range(2):
             rows = {"x": names["x"], "y": names["y"]}
-            np.savez(folder / "train" / f"{part}.npz", **rows)
+            np.savez(directory / "train" / f"{part}.npz", **rows)
     return names
 
 

@@ -32,10 +32,10 @@ class Batches(keras.utils.PyDataset):
         return PIECES[index]
 
 
-def list_files(folder):
-    np.savez(folder / "rows.npz", x=X, y=Y)
+def list_files(directory):
+    np.savez(directory / "rows.npz", x=X, y=Y)
     return ks.data.files(
-        str(folder / "*.npz"), "npz", keys=("x", "y"), batch_size=SIZE
+        str(directory / "*.npz"), "npz", keys=("x", "y"), batch_size=SIZE
     )
 
 
@@ -52,7 +52,7 @@ GIVEN = {
     "`grain.IterDataset`": lambda _: {
         "x": grain.MapDataset.source(ROWS).to_iter_dataset().batch(SIZE)
     },
-    "`ks.data.files": lambda folder: {"x": list_files(folder)},
+    "`ks.data.files": lambda directory: {"x": list_files(directory)},
     "generators": lambda _: {"x": make_iter(*PIECES)},
 }
 # tests/data/tfdata/test_tf_data.py reads files; tests of torch need it.

@@ -185,10 +185,10 @@ def test_a_fit_on_a_source_resumes_in_the_middle_of_an_epoch(tmp_path):
 
     Table = made("Table")
 
-    def fit(folder, *callbacks):
+    def fit(directory, *callbacks):
         model = model_of(mirrored(2))
         model.set_weights([np.ones((3, 1)), np.zeros(1)])
-        checkpoint = ks.callbacks.Checkpoint(folder, save_every_steps=1)
+        checkpoint = ks.callbacks.Checkpoint(directory, save_every_steps=1)
         source = Table(COLUMNS, 8, seed=3)
         calls = [checkpoint, *callbacks]
         model.fit(source, epochs=3, verbose=0, callbacks=calls)

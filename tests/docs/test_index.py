@@ -15,7 +15,7 @@ BLOCKS = dict(
 
 @pytest.fixture
 def accuracies(tmp_path, monkeypatch, capsys):
-    """What a block prints, run with no other names in a folder, by a
+    """What a block prints, run with no other names in a directory, by a
     function."""
     monkeypatch.chdir(tmp_path)
 

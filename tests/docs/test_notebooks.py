@@ -87,7 +87,7 @@ def make_train_step(model, optimizer, loss_of_rows, accuracy=None):
     return train_step
 
 
-def custom_training(replicas, folder):
+def custom_training(replicas, directory):
     """Epochs of steps, iterators, and epochs as a function; checkpoints."""
     strategy = mirrored(replicas)
     keras.utils.set_random_seed(0)
@@ -130,13 +130,13 @@ def custom_training(replicas, folder):
         for inputs in test_data:
             strategy.run(test_step, args=(inputs,))
         if epoch % 2 == 0:
-            checkpoint.save(os.path.join(folder, "ckpt"))
+            checkpoint.save(os.path.join(directory, "ckpt"))
         seen += [metric.result() for metric in metrics]
         for metric in metrics:
             metric.reset_state()
     last = float(seen[-1])
 
-    seen.append(restored_accuracy(folder))
+    seen.append(restored_accuracy(directory))
     assert seen[-1] == pytest.approx(last, abs=1e-6)
     iterator = iter(train_data)
     seen += [distributed_step(next(iterator)) for _ in range(2)]
@@ -144,12 +144,12 @@ def custom_training(replicas, folder):
     return [float(value) for value in seen]
 
 
-def restored_accuracy(folder):
+def restored_accuracy(directory):
     """Of a new model without a strategy, in a plain loop over `tf.data`."""
     model, optimizer = cnn(), keras.optimizers.SGD(momentum=0.9)
     accuracy = keras.metrics.SparseCategoricalAccuracy()
     checkpoint = ks.checkpoint.Checkpoint(optimizer=optimizer, model=model)
-    checkpoint.restore(ks.checkpoint.latest_checkpoint(folder))
+    checkpoint.restore(ks.checkpoint.latest_checkpoint(directory))
     for x, y in batches(X[:70], Y[:70]):
         accuracy(y, model(x, training=False))
     return accuracy.result()
@@ -323,7 +323,7 @@ def test_input_of_functions():
     assert list_outputs(strategy, same) == [0, 1]
 
 
-def save_and_load(replicas, folder):
+def save_and_load(replicas, directory):
     """Saved and loaded by Keras and as a SavedModel; trained in between."""
     strategy, seen = mirrored(replicas), []
 
@@ -336,7 +336,7 @@ def save_and_load(replicas, folder):
 
     model = compiled_cnn(strategy)
     trained(model)
-    path = os.path.join(folder, "model.keras")
+    path = os.path.join(directory, "model.keras")
     model.save(path)
     trained(keras.models.load_model(path))
     another = ks.OneDeviceStrategy("/cpu:0")
@@ -344,7 +344,7 @@ def save_and_load(replicas, folder):
         trained(keras.models.load_model(path))
 
     model = compiled_cnn(strategy)
-    exported = os.path.join(folder, "exported")
+    exported = os.path.join(directory, "exported")
     model.export(exported, verbose=False)
     # TensorFlow runs it, without a strategy and without Keras.
     serve = tf.saved_model.load(exported).signatures["serving_default"]
@@ -400,9 +400,9 @@ def test_a_model_of_ones_own_is_called_before_it_is_exported(tmp_path):
     np.testing.assert_allclose(answer, expected, rtol=1e-5)
 
 
-def controlled(folder, processes, devices, *, killed_in=None):
+def controlled(directory, processes, devices, *, killed_in=None):
     """How a job of `epochs_with_manager` ended, and its lines."""
-    told = json.dumps({"folder": str(folder), "killed_in": killed_in})
+    told = json.dumps({"directory": str(directory), "killed_in": killed_in})
     ended = launch(processes, devices, "epochs_with_manager", told)
     lines = [line for line in ended.stdout.splitlines() if line[:1] == "{"]
     return ended, [json.loads(line) for line in lines]

@@ -22,8 +22,8 @@ def test_the_code_runs(block, tmp_path, monkeypatch, capsys):
     exec(block, names)
     assert names["report"].figures["steps"] > 0
     assert "time of a step" in capsys.readouterr().out
-    folder = "run" if "fit" in block else "loop"
-    assert (tmp_path / folder / "run_report.json").exists()
+    directory = "run" if "fit" in block else "loop"
+    assert (tmp_path / directory / "run_report.json").exists()
 
 
 def test_rows_of_the_table_are_described():

@@ -29,9 +29,9 @@ def compiled(**arguments):
     return model
 
 
-def points(folder):
-    """{tag: its steps} of a folder."""
-    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+def points(directory):
+    """{tag: its steps} of a directory."""
+    reader = EventAccumulator(str(directory), size_guidance={"scalars": 0})
     reader.Reload()
     return {
         tag: [event.step for event in reader.Scalars(tag)]
@@ -51,14 +51,14 @@ def scalars(tmp_path, monkeypatch):
     return tmp_path / "logs" / "first"
 
 
-def table(folder):
-    """The tags that the page lists for a folder, of a model with `mae`."""
+def table(directory):
+    """The tags that the page lists for a directory, of a model with `mae`."""
     found, current = {}, ""
     for line in re.findall(r"^\|(.*)\|$", TEXT, re.M)[2:]:
         where, tags, _ = line.split("|")
         current = where.strip() or current
         found[current] = found.get(current, "") + tags
-    (text,) = (tags for where, tags in found.items() if folder in where)
+    (text,) = (tags for where, tags in found.items() if directory in where)
     return text
 
 

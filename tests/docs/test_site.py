@@ -48,8 +48,8 @@ def broken_links(path, text):
         if re.match(r"[a-z]+:", link):
             continue
         place, _, anchor = link.partition("#")
-        folder = posixpath.dirname(path.as_posix())
-        target = posixpath.normpath(posixpath.join(folder, place))
+        directory = posixpath.dirname(path.as_posix())
+        target = posixpath.normpath(posixpath.join(directory, place))
         if place and not (ROOT / target).exists():
             broken.append(link)
         elif anchor:
@@ -164,9 +164,9 @@ def test_foreign_parts_are_found(html, count):
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
     """An environment of its own, with what the extra `docs` asks for."""
-    folder = tmp_path_factory.mktemp("env")
-    call(sys.executable, "-m", "venv", folder)
-    python = folder / "bin" / "python"
+    directory = tmp_path_factory.mktemp("env")
+    call(sys.executable, "-m", "venv", directory)
+    python = directory / "bin" / "python"
     call(python, "-m", "pip", "install", "--quiet", *packages())
     return python
 

@@ -72,19 +72,19 @@ def run(fn, *args):
     return mirrored(2).run(fn, args=args)
 
 
-def untested_version(folder):
+def untested_version(directory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(versions.BELOW, "keras", (3, 0))
         patch.delenv(versions.SILENCE, raising=False)
         versions.check_versions()
 
 
-def infinite(folder):
+def infinite(directory):
     rows = list(zip(X, Y, strict=True))
     fit(grain.MapDataset.source(rows).batch(8).repeat(), None, shuffle=False)
 
 
-def two_structures(folder):
+def two_structures(directory):
     def batches():
         yield X[:4], Y[:4]
         yield (X[:4],)
@@ -92,25 +92,25 @@ def two_structures(folder):
     fit(batches(), None)
 
 
-def value_in_run(folder):
+def value_in_run(directory):
     def fn(x):
         return 1 if x > 0 else 2
 
     run(fn, np.float32(1))
 
 
-def reduce_in_run(folder):
+def reduce_in_run(directory):
     strategy = mirrored(2)
     strategy.run(lambda x: strategy.reduce("sum", x, axis=None), (X[0],))
 
 
-def foreign_variable(folder):
+def foreign_variable(directory):
     with mirrored(3).scope():
         variable = keras.Variable(0.0)
     run(lambda: variable.assign_add(1.0))
 
 
-def other_structures(folder):
+def other_structures(directory):
     def fn():
         context = ks.get_replica_context()
         return (1, 2) if context.replica_id_in_sync_group else 1
@@ -120,51 +120,51 @@ def other_structures(folder):
         strategy.run(fn)
 
 
-def gather_scalars(folder):
+def gather_scalars(directory):
     strategy = mirrored(2)
     strategy.gather(strategy.run(lambda: ops.ones(())), axis=0)
 
 
-def resume_nothing(folder):
-    fit(callbacks=[ks.callbacks.Checkpoint(folder, resume=True)])
+def resume_nothing(directory):
+    fit(callbacks=[ks.callbacks.Checkpoint(directory, resume=True)])
 
 
-def saved(folder):
-    fit(callbacks=[ks.callbacks.Checkpoint(folder)])
+def saved(directory):
+    fit(callbacks=[ks.callbacks.Checkpoint(directory)])
 
 
-def begin_anew(folder):
-    saved(folder)
-    fit(callbacks=[ks.callbacks.Checkpoint(folder, resume=False)])
+def begin_anew(directory):
+    saved(directory)
+    fit(callbacks=[ks.callbacks.Checkpoint(directory, resume=False)])
 
 
-def other_model(folder):
-    saved(folder)
+def other_model(directory):
+    saved(directory)
     with mirrored(2).scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(7)])
         model.compile("sgd", "mse")
     y = np.zeros((22, 7))
-    model.fit(X, y, verbose=0, callbacks=[ks.callbacks.Checkpoint(folder)])
+    model.fit(X, y, verbose=0, callbacks=[ks.callbacks.Checkpoint(directory)])
 
 
-def path_of_one(folder):
-    saved(folder)
-    (step,) = (path for path in folder.iterdir() if path.name.isdigit())
+def path_of_one(directory):
+    saved(directory)
+    (step,) = (path for path in directory.iterdir() if path.name.isdigit())
     fit(callbacks=[ks.callbacks.Checkpoint(step)])
 
 
-def damaged(folder):
-    saved(folder)
-    (step,) = (path for path in folder.iterdir() if path.name.isdigit())
+def damaged(directory):
+    saved(directory)
+    (step,) = (path for path in directory.iterdir() if path.name.isdigit())
     files = [path for path in step.rglob("*") if path.is_file()]
     flip(max(files, key=lambda path: path.stat().st_size))
     model = compiled(mirrored(2))
     ks.checkpoint.load_weights(model, step)
 
 
-def second_writer(folder):
+def second_writer(directory):
     def checkpoint():
-        return ks.callbacks.Checkpoint(folder)
+        return ks.callbacks.Checkpoint(directory)
 
     class Second(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -173,13 +173,13 @@ def second_writer(folder):
     fit(callbacks=[checkpoint(), Second()])
 
 
-def mixed(folder):
+def mixed(directory):
     model = compiled(mirrored(2))
     with mirrored(3).scope():
         model.fit(X, Y, verbose=0)
 
 
-def run_whole(folder):
+def run_whole(directory):
     with mirrored(2).scope():
         model = keras.Sequential(
             [
@@ -192,14 +192,14 @@ def run_whole(folder):
     model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
 
 
-def restore_into_another_strategy(folder):
+def restore_into_another_strategy(directory):
     with mirrored(3).scope():
         model = one_input()
     with mirrored(2).scope():
         model.compile("sgd", "mse")
 
 
-def not_divisible(folder):
+def not_divisible(directory):
     def last(path, shape, dtype):
         return len(shape) - 1
 
@@ -207,18 +207,18 @@ def not_divisible(folder):
         one_input()
 
 
-def captured_in_run(folder):
+def captured_in_run(directory):
     strategy = mirrored(2)
     with strategy.scope():
         array = keras.Variable(np.ones(4)).value
     strategy.run(lambda: array[0])
 
 
-def run_in_jit(folder):
+def run_in_jit(directory):
     jax.jit(lambda: mirrored(2).run(lambda: 1.0))()
 
 
-def loss_of_tensorflow(folder):
+def loss_of_tensorflow(directory):
     import tensorflow as tf
 
     model = compiled(mirrored(2))
@@ -226,7 +226,7 @@ def loss_of_tensorflow(folder):
     model.fit(X, Y, verbose=0)
 
 
-def write_in_branch(folder):
+def write_in_branch(directory):
     strategy = mirrored(2)
     with strategy.scope():
         counter = keras.Variable(0.0, aggregation="sum")
@@ -238,48 +238,48 @@ def write_in_branch(folder):
     strategy.run(lambda: ops.cond(counter > 0, write, lambda: 0.0))
 
 
-def made_outside(folder):
+def made_outside(directory):
     model = one_input()
     model.compile("sgd", "mse")
     with mirrored(2).scope():
         model.fit(X, Y, verbose=0)
 
 
-def compiled_often(folder):
+def compiled_often(directory):
     strategy = mirrored(2)
     for number in range(6):
         strategy.run(lambda x: x, args=(number,))
 
 
-def by_files(folder):
+def by_files(directory):
     from keras_strategies.data.sources.file_source import FilesSource
     from keras_strategies.data.sources.files import files
 
-    np.save(folder / "one.npy", X)
+    np.save(directory / "one.npy", X)
     FilesSource(
-        files([folder / "one.npy"], "npy", batch_size=4),
+        files([directory / "one.npy"], "npy", batch_size=4),
         num_processes=2,
         process_index=0,
     )
 
 
-def tpu_system(folder):
+def tpu_system(directory):
     ks.tpu.experimental.initialize_tpu_system()
 
 
-def two_lengths(folder):
+def two_lengths(directory):
     compiled(mirrored(2)).train_on_batch(X, Y[:3])
 
 
-def scalar_of_a_batch(folder):
+def scalar_of_a_batch(directory):
     fit(make_iter((X[:4], np.float32(1))), None)
 
 
-def nothing(folder):
+def nothing(directory):
     fit(X[:0], Y[:0])
 
 
-def weights_twice(folder):
+def weights_twice(directory):
     rows = list(zip(X, Y, np.ones(22), strict=True))
     dataset = grain.MapDataset.source(rows).batch(8)
     fit(dataset, None, class_weight={0: 1.0}, shuffle=False)

@@ -91,7 +91,7 @@ class Unbuilt(keras.Model):
         return self.dense(inputs["a"])
 
 
-def config_of(folder, **fields):
+def config_of(directory, **fields):
     """A RunConfig that saves at the end of trainings, and logs nothing."""
     fields = {
         "save_checkpoints_secs": None,
@@ -101,13 +101,13 @@ def config_of(folder, **fields):
     } | fields
     if "save_checkpoints_steps" in fields:
         fields.pop("save_checkpoints_secs")
-    return ks.estimator.RunConfig(str(folder), **fields)
+    return ks.estimator.RunConfig(str(directory), **fields)
 
 
-def estimator_of(folder, model_fn=plain, params=None, warm=None, **fields):
+def estimator_of(directory, model_fn=plain, params=None, warm=None, **fields):
     return ks.estimator.Estimator(
         model_fn,
-        config=config_of(folder, **fields),
+        config=config_of(directory, **fields),
         params={} if params is None else params,
         warm_start_from=warm,
     )

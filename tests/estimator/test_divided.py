@@ -31,7 +31,7 @@ def noting(made, features, labels, mode, params):
     return model
 
 
-def noted(folder, **fields):
+def noted(directory, **fields):
     """An Estimator, and the models that it makes, with their modes."""
     made = []
 
@@ -39,7 +39,9 @@ def noted(folder, **fields):
         return noting(made, features, labels, mode, params)
 
     params = {"units": 8}
-    return models.estimator_of(folder, model_fn, params=params, **fields), made
+    return models.estimator_of(
+        directory, model_fn, params=params, **fields
+    ), made
 
 
 def is_divided(model):

@@ -284,9 +284,9 @@ class Failing(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("limit", [{"max_steps": 10}, slow({"steps": 6})])
 def test_an_interrupted_call_is_completed_bit_for_bit(tmp_path, limit):
-    def made(folder):
+    def made(directory):
         return estimator_of(
-            tmp_path / folder,
+            tmp_path / directory,
             save_checkpoints_steps=2,
             train_distribute=strategy_of(2),
         )
@@ -606,14 +606,14 @@ def test_functions_are_given_what_they_ask_for(tmp_path):
     estimator.train(input_fn, steps=1)
     estimator.evaluate(functools.partial(input_fn, params=7))
     next(estimator.predict(input_fn))
-    folder, shapes = str(tmp_path), {"a": (None, 3)}
+    directory, shapes = str(tmp_path), {"a": (None, 3)}
     assert calls == [
-        ({}, folder, "train"),
-        (shapes, (None, 1), "train", folder),
-        (7, folder, "eval"),
-        (shapes, (None, 1), "eval", folder),
-        ({}, folder, "infer"),
-        (shapes, None, "infer", folder),
+        ({}, directory, "train"),
+        (shapes, (None, 1), "train", directory),
+        (7, directory, "eval"),
+        (shapes, (None, 1), "eval", directory),
+        ({}, directory, "infer"),
+        (shapes, None, "infer", directory),
     ]
 
 
@@ -1016,12 +1016,12 @@ def test_warm_start_takes_weights_once(tmp_path):
         source.latest_checkpoint(),
         ks.estimator.WarmStartSettings(source.model_dir),
     ):
-        folder = tmp_path / "target"
-        target = estimator_of(folder, params=frozen, warm=given)
+        directory = tmp_path / "target"
+        target = estimator_of(directory, params=frozen, warm=given)
         target.train(infinite, steps=1)
         assert step_of(target) == 1
         assert_equal_weights(weights_of(target), weights)
-        shutil.rmtree(folder)
+        shutil.rmtree(directory)
     target = estimator_of(tmp_path / "target", params=frozen)
     target.train(infinite, steps=1)
     own = weights_of(target)

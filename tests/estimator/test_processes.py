@@ -9,7 +9,7 @@ from tests.support.jobs import values_of
 pytestmark = pytest.mark.slow
 
 
-def work(folder):
+def work(directory):
     """Runs in each process."""
     import jax
 
@@ -18,7 +18,7 @@ def work(folder):
 
     strategy = ks.MultiWorkerMirroredStrategy()
     estimator = models.estimator_of(
-        folder,
+        directory,
         save_checkpoints_steps=2,
         train_distribute=strategy,
         eval_distribute=strategy,
@@ -60,7 +60,7 @@ def work(folder):
         "predictions": np.stack(
             list(estimator.predict(models.arrays))
         ).tolist(),
-        "alone": models.estimator_of(folder).evaluate(models.arrays),
+        "alone": models.estimator_of(directory).evaluate(models.arrays),
         "process": jax.process_index(),
     }
 

@@ -155,7 +155,7 @@ def test_eval_spec():
         (EvalSpec, {"exporters": Own(None)}, ValueError, "None` or empty"),
         (EvalSpec, {"exporters": Own(3)}, ValueError, "string name"),
         (EvalSpec, {"exporters": Own("a/b")}, ValueError, "slashes"),
-        (EvalSpec, {"exporters": Own("..")}, ValueError, "folder name"),
+        (EvalSpec, {"exporters": Own("..")}, ValueError, "directory name"),
         (
             EvalSpec,
             {"exporters": [Own("a"), Own("a")]},
@@ -457,16 +457,16 @@ def test_results_without_a_loss_cannot_be_compared(before, now, name):
 
 
 def test_results_of_evaluations_are_read_back(tmp_path, caplog):
-    folder = str(tmp_path / "eval")
-    assert records.read(folder) == {}
-    records.append(folder, 20, {"loss": np.float32(0.5), "name": "x"})
-    records.append(folder, 10, {"loss": 0.1, "mean": np.zeros(3)})
-    records.append(folder, 20, {"mae": 1})
+    directory = str(tmp_path / "eval")
+    assert records.read(directory) == {}
+    records.append(directory, 20, {"loss": np.float32(0.5), "name": "x"})
+    records.append(directory, 10, {"loss": 0.1, "mean": np.zeros(3)})
+    records.append(directory, 20, {"mae": 1})
     file = tmp_path / "eval" / records.FILE
     with file.open("ab") as opened:
         opened.write(b'{"global_step": 30, "met')  # Killed.
-    records.append(folder, 40, {"loss": float("nan")})
-    found = records.read(folder)
+    records.append(directory, 40, {"loss": float("nan")})
+    found = records.read(directory)
     assert list(found) == [10, 20, 40]
     assert found[20] == {"loss": 0.5, "mae": 1.0}
     assert found[10] == {"loss": 0.1}
@@ -496,32 +496,32 @@ FOREIGN = [
 
 @pytest.mark.parametrize("text", FOREIGN, ids=lambda text: str(text[:30]))
 def test_files_that_others_wrote_are_left_out(tmp_path, caplog, text):
-    folder = str(tmp_path)
+    directory = str(tmp_path)
     (tmp_path / exporting.FEATURES).write_bytes(text)
     (tmp_path / train_callback.MARK).write_bytes(text)
     (tmp_path / records.FILE).write_bytes(text + b"\n")
     if text != b"null":
         # What `null` says is that there are no features.
-        assert exporting.read_features(folder) is None
+        assert exporting.read_features(directory) is None
         assert exporting.FEATURES in caplog.text
-    assert train_callback.read_end_step(folder) is None
-    assert records.read(folder) == {}
-    records.append(folder, 3, {"loss": 0.5})
-    assert records.read(folder) == {3: {"loss": 0.5}}
+    assert train_callback.read_end_step(directory) is None
+    assert records.read(directory) == {}
+    records.append(directory, 3, {"loss": 0.5})
+    assert records.read(directory) == {3: {"loss": 0.5}}
 
 
 def test_pipes_in_the_place_of_files_are_not_waited_for(tmp_path):
-    folder = str(tmp_path)
+    directory = str(tmp_path)
 
     def noted():
-        return exporting.read_features(folder)
+        return exporting.read_features(directory)
 
     def ended():
-        return train_callback.read_end_step(folder)
+        return train_callback.read_end_step(directory)
 
     def evaluated():
         with pytest.raises(OSError, match="must be a regular file"):
-            records.read(folder)
+            records.read(directory)
 
     for name, read in (
         (exporting.FEATURES, noted),
@@ -529,7 +529,7 @@ def test_pipes_in_the_place_of_files_are_not_waited_for(tmp_path):
         (records.FILE, evaluated),
     ):
         assert read_a_pipe(tmp_path / name, read) is None
-    exporting.write_features(folder, {"x": keras.Input((3,))})
+    exporting.write_features(directory, {"x": keras.Input((3,))})
     assert noted()["x"].shape == (0, 3)
 
 

@@ -179,10 +179,10 @@ def test_exports_are_models_that_keras_loads(tmp_path):
         }
 
 
-def modes_of(folder):
-    found = {"": folder} | {
-        os.path.relpath(path, folder): path
-        for path in pathlib.Path(folder).rglob("*")
+def modes_of(directory):
+    found = {"": directory} | {
+        os.path.relpath(path, directory): path
+        for path in pathlib.Path(directory).rglob("*")
     }
     return {name: os.stat(path).st_mode & 0o777 for name, path in found.items()}
 
@@ -276,8 +276,8 @@ def test_final_and_latest_exporters(tmp_path):
     final = ks.estimator.FinalExporter("final", saved_model=False)
     _, exports = run(estimator, max_steps=2, exporters=[latest, final])
     for exporter, path in zip((latest, final), exports, strict=True):
-        folder = tmp_path / "model" / "export" / exporter.name
-        assert [str(entry) for entry in folder.iterdir()] == [path]
+        directory = tmp_path / "model" / "export" / exporter.name
+        assert [str(entry) for entry in directory.iterdir()] == [path]
 
 
 # Roles of TF_CONFIG.

@@ -219,9 +219,9 @@ def test_script_trains_in_a_slurm_job(tmp_path):
         words = ["bash", "train.sbatch", "--epochs", str(epochs)]
         shown = run_all((words, environ))
         assert len(re.findall(DONE, shown)) == 1, shown
-        (folder,) = (tmp_path / "checkpoints").iterdir()
-        assert folder.name == environ["SLURM_JOB_ID"]
-        report = load_report(folder)
+        (directory,) = (tmp_path / "checkpoints").iterdir()
+        assert directory.name == environ["SLURM_JOB_ID"]
+        report = load_report(directory)
         assert report["num_starts"] == start
         assert report["num_steps"] == 16 * epochs
 

@@ -80,47 +80,47 @@ def slurm(tmp_path_factory):
         "XLA_FLAGS": "",
         "PATH": f"{python}:{os.environ['PATH']}",
     }
-    folder = tmp_path_factory.mktemp("slurm")
-    with slurm_cluster.slurm_cluster(folder, **environ) as cluster:
+    directory = tmp_path_factory.mktemp("slurm")
+    with slurm_cluster.slurm_cluster(directory, **environ) as cluster:
         yield cluster
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """A folder as a user has it: the recipe beside the script."""
+def directory(tmp_path):
+    """A directory as a user has it: the recipe beside the script."""
     for name in ("train.sbatch", "train.py"):
         shutil.copy(RECIPES / name, tmp_path)
     return tmp_path
 
 
-def submit(slurm, folder, *options):
+def submit(slurm, directory, *options):
     words = ("sbatch", "--parsable", *options, "train.sbatch")
-    return int(slurm.call(*words, cwd=folder))
+    return int(slurm.call(*words, cwd=directory))
 
 
-def read_log(folder):
-    return "\n".join(path.read_text() for path in folder.glob("train-*.log"))
+def read_log(directory):
+    return "\n".join(path.read_text() for path in directory.glob("train-*.log"))
 
 
 def ended(slurm, number, state):
     return lambda: slurm.job(number)["JobState"] == state
 
 
-def test_job_trains_on_both_nodes(slurm, folder):
-    number = submit(slurm, folder, "--export=ALL,DOCTOR=1")
+def test_job_trains_on_both_nodes(slurm, directory):
+    number = submit(slurm, directory, "--export=ALL,DOCTOR=1")
     done = slurm.wait(ended(slurm, number, "COMPLETED"), LIMIT_S)
-    shown = read_log(folder)
+    shown = read_log(directory)
     assert done, (slurm.job(number), shown)
     assert len(re.findall(DONE, shown)) == 1, shown
     assert not re.search(r"\bfault", shown, re.IGNORECASE), shown
 
 
-def check_that_it_is_started_again(slurm, folder, number):
+def check_that_it_is_started_again(slurm, directory, number):
     """The job ends with 75, is requeued, and the second start trains."""
     restarted = slurm.wait(
         lambda: slurm.job(number)["Restarts"] == "1", LIMIT_S
     )
-    assert restarted, (slurm.job(number), read_log(folder))
+    assert restarted, (slurm.job(number), read_log(directory))
 
     seen = time.monotonic()
 
@@ -134,22 +134,22 @@ def check_that_it_is_started_again(slurm, folder, number):
         return state == "COMPLETED"
 
     done = slurm.wait(is_done, LIMIT_S)
-    shown = read_log(folder)
+    shown = read_log(directory)
     assert done, (slurm.job(number), shown)
     # One log holds both starts.
     starts = re.findall(r"^start (\d)", shown, re.MULTILINE)
     assert starts == ["0", "0", "1", "1"], shown
     assert len(re.findall(DONE, shown)) == 1, shown
-    report = load_report(folder / "checkpoints" / str(number))
+    report = load_report(directory / "checkpoints" / str(number))
     _, second = report["starts"]
     assert second["first_step"] > 0, report
 
 
 @pytest.fixture
-def long(folder):
+def long(directory):
     script = LONG.format(script=str(RECIPES / "train.py"))
-    (folder / "train.py").write_text(script)
-    return folder
+    (directory / "train.py").write_text(script)
+    return directory
 
 
 def test_job_that_is_told_to_stop_is_started_again(slurm, long):

@@ -81,11 +81,11 @@ class Parser:
 
     Attributes:
       documents: Texts that it takes.
-      prepared: Makes, from a folder, what parses a text; what it does itself
+      prepared: Makes, from a directory, what parses a text; what it does itself
         is not watched.
       errors: The classes of errors that it says it raises.
       is_text: Whether it is given str; bytes otherwise.
-      puts: The file of the folder that holds the text, if one does.
+      puts: The file of the directory that holds the text, if one does.
     """
 
     documents: Sequence[str]
@@ -97,7 +97,7 @@ class Parser:
 
 
 def of(parse: Parse) -> Callable[[Any], Parse]:
-    return lambda folder: parse
+    return lambda directory: parse
 
 
 class Pair(NamedTuple):
@@ -225,13 +225,13 @@ def _resolver(kind: Callable[..., Any]) -> Parse:
     return lambda text: task_info(kind(environ=_variables(text)))
 
 
-def _manifest(folder: Any) -> Parse:
-    path = folder / "7"
+def _manifest(directory: Any) -> Parse:
+    path = directory / "7"
     return lambda text: read_manifest(path)
 
 
-def manifest_texts(folder: Any) -> list[str]:
-    path = write_small(folder, 7, FACTS, VARIABLES, created=1.7e9)
+def manifest_texts(directory: Any) -> list[str]:
+    path = write_small(directory, 7, FACTS, VARIABLES, created=1.7e9)
     return [(path / "manifest.json").read_text()]
 
 
@@ -247,13 +247,13 @@ def _signed(text: bytes) -> bytes:
         return text
 
 
-def _listed(folder: Any) -> Parse:
+def _listed(directory: Any) -> Parse:
     # What it imports for the first of them.
     Console().render_str(":x:")
     cell_len("\u4e00")
 
     def parse(text: bytes) -> object:
-        listing = look_at(str(folder), is_quick=True)
+        listing = look_at(str(directory), is_quick=True)
         listing.as_dict()
         console = Console(width=80, file=io.StringIO())
         return print_listing(listing, console)
@@ -261,8 +261,8 @@ def _listed(folder: Any) -> Parse:
     return parse
 
 
-def _document(folder: Any) -> Parse:
-    return lambda text: read_document(folder / "7")
+def _document(directory: Any) -> Parse:
+    return lambda text: read_document(directory / "7")
 
 
 ORBAX_TREE = (
@@ -276,13 +276,13 @@ ORBAX_TREE = (
 def _restoring(name: str) -> Callable[[Any], Parse]:
     """What is looked at before Orbax reads a checkpoint."""
 
-    def prepared(folder: Any) -> Parse:
-        tree = folder / "7/state/_METADATA"
-        (folder / "7" / name).parent.mkdir(parents=True)
+    def prepared(directory: Any) -> Parse:
+        tree = directory / "7/state/_METADATA"
+        (directory / "7" / name).parent.mkdir(parents=True)
         tree.write_text(ORBAX_TREE)
 
         def parse(text: bytes) -> object:
-            with guard_restore(folder / "7", {"m": ["a"]}):
+            with guard_restore(directory / "7", {"m": ["a"]}):
                 return None
 
         return parse
@@ -290,9 +290,9 @@ def _restoring(name: str) -> Callable[[Any], Parse]:
     return prepared
 
 
-def _writer(folder: Any) -> Parse:
+def _writer(directory: Any) -> Parse:
     def parse(text: bytes) -> object:
-        descriptor = os.open(folder / ".lock", os.O_RDONLY)
+        descriptor = os.open(directory / ".lock", os.O_RDONLY)
         try:
             return str(lock._read_writer(descriptor))
         finally:
@@ -362,8 +362,8 @@ def _heard_by_makers(text: str) -> object:
     return rounds.exchange({"number": 1}, form)
 
 
-def _heard_by_storage(folder: Any) -> Parse:
-    storage = Storage(folder, processes=(0, 1), keep=None)  # pyright: ignore[reportArgumentType]
+def _heard_by_storage(directory: Any) -> Parse:
+    storage = Storage(directory, processes=(0, 1), keep=None)  # pyright: ignore[reportArgumentType]
     storage.is_chief = False
 
     def parse(text: str) -> object:
@@ -475,7 +475,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "features.json": Parser(
         STRUCTURES[::2],
-        lambda folder: lambda _: exporting.read_features(str(folder)),
+        lambda directory: lambda _: exporting.read_features(str(directory)),
         is_text=False,
         puts=exporting.FEATURES,
     ),
@@ -485,19 +485,21 @@ PARSERS: dict[str, Parser] = {
             '{"global_step": 3, "metrics": {"loss": 1}}\n'
             '{"global_step": 4, "metrics": {}}\n',
         ],
-        lambda folder: lambda _: records.read(str(folder)),
+        lambda directory: lambda _: records.read(str(directory)),
         is_text=False,
         puts=records.FILE,
     ),
     "training.json": Parser(
         ['{"ended_at_step": 12}'],
-        lambda folder: lambda _: train_callback.read_end_step(str(folder)),
+        lambda directory: (
+            lambda _: train_callback.read_end_step(str(directory))
+        ),
         is_text=False,
         puts=train_callback.MARK,
     ),
     "kept figures": Parser(
         FIGURES,
-        lambda folder: lambda _: compiling._read(folder / "f.json"),
+        lambda directory: lambda _: compiling._read(directory / "f.json"),
         is_text=False,
         puts="f.json",
     ),
@@ -558,7 +560,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "states of callbacks": Parser(
         ['{"size": 3, "keys": ["a"]}'],
-        lambda folder: _csv_state(folder),
+        lambda directory: _csv_state(directory),
         errors=(ValueError,),
     ),
     "states of objects": Parser(
@@ -720,10 +722,10 @@ PARSERS: dict[str, Parser] = {
 }
 
 
-def _csv_state(folder: Any) -> Parse:
+def _csv_state(directory: Any) -> Parse:
     import keras
 
-    logger = keras.callbacks.CSVLogger(str(folder / "none.csv"))
+    logger = keras.callbacks.CSVLogger(str(directory / "none.csv"))
 
     def parse(text: str) -> object:
         said = load_json(text, max_characters=1 << 26, has_nan=True)
@@ -732,19 +734,21 @@ def _csv_state(folder: Any) -> Parse:
     return parse
 
 
-def texts_for(name: str, folder: Any) -> tuple[list[str], Parse]:
+def texts_for(name: str, directory: Any) -> tuple[list[str], Parse]:
     """Valid texts, and what parses one, for a parser by its name."""
     parser = PARSERS[name]
     documents = list(parser.documents)
     if parser.puts is not None and not documents:
-        documents = manifest_texts(folder)
+        documents = manifest_texts(directory)
     elif parser.puts is not None and "/" in parser.puts:
-        manifest_texts(folder)
-    parse = parser.prepared(folder)
+        manifest_texts(directory)
+    parse = parser.prepared(directory)
     return documents, parse
 
 
-def put(name: str, folder: Any, text: str | bytes, draw: random.Random) -> None:
+def put(
+    name: str, directory: Any, text: str | bytes, draw: random.Random
+) -> None:
     """Writes the file that a parser reads, if it reads one."""
     parser = PARSERS[name]
     if parser.puts is None:
@@ -752,4 +756,4 @@ def put(name: str, folder: Any, text: str | bytes, draw: random.Random) -> None:
     assert isinstance(text, bytes)
     if name in ("manifest with its checksum", "checkpoints listed"):
         text = _signed(text)
-    (folder / parser.puts).write_bytes(text)
+    (directory / parser.puts).write_bytes(text)

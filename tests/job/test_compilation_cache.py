@@ -15,22 +15,22 @@ import types
 import filelock
 import pytest
 
-from keras_strategies.job import compilation_cache, trusted_folder
+from keras_strategies.job import compilation_cache, trusted_directory
 
-FOLDER = "JAX_COMPILATION_CACHE_DIR"
+DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
 
 
-def make(folder, **more):
+def make(directory, **more):
     return compilation_cache.make_settings(
-        {"XDG_CACHE_HOME": str(folder), **more}
+        {"XDG_CACHE_HOME": str(directory), **more}
     )
 
 
-def test_the_folder_is_the_users_own(tmp_path):
+def test_the_directory_is_the_users_own(tmp_path):
     settings = make(tmp_path / "new")
-    folder = pathlib.Path(settings[FOLDER])
-    assert folder.parent == tmp_path / "new" / "keras_strategies"
-    for path in (folder, folder.parent):
+    directory = pathlib.Path(settings[DIRECTORY])
+    assert directory.parent == tmp_path / "new" / "keras_strategies"
+    for path in (directory, directory.parent):
         assert path.stat().st_mode & 0o777 == 0o700
     assert int(settings["JAX_COMPILATION_CACHE_MAX_SIZE"]) == 4 * 2**30
     assert make(tmp_path / "new") == settings
@@ -38,7 +38,7 @@ def test_the_folder_is_the_users_own(tmp_path):
     assert "JAX_COMPILATION_CACHE_MAX_SIZE" not in kept
 
 
-def test_another_cpu_has_another_folder(tmp_path, monkeypatch):
+def test_another_cpu_has_another_directory(tmp_path, monkeypatch):
     before = make(tmp_path)
     (tmp_path / "cpuinfo").write_text("flags : fpu avx\nprocessor : 3\n")
     monkeypatch.setattr(compilation_cache, "_CPU_INFO", tmp_path / "cpuinfo")
@@ -48,14 +48,14 @@ def test_another_cpu_has_another_folder(tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text("flags : fpu avx\nprocessor : 4\n")
     assert make(tmp_path) == other
     monkeypatch.setattr(compilation_cache, "_CPU_INFO", tmp_path / "none")
-    assert FOLDER in make(tmp_path)
+    assert DIRECTORY in make(tmp_path)
 
 
 @pytest.mark.parametrize(
     "environ",
     [
-        {FOLDER: "mine"},
-        {FOLDER: ""},
+        {DIRECTORY: "mine"},
+        {DIRECTORY: ""},
         {"JAX_ENABLE_COMPILATION_CACHE": "false"},
         {"JAX_ENABLE_COMPILATION_CACHE": "0"},
     ],
@@ -69,9 +69,9 @@ ME = os.geteuid()
 OWNERS = {"me": ME, "root": 0, "stranger": ME + 1}
 # Groups with the members that /etc/group and /etc/passwd list.
 GROUPS = {"root": 0, "mine": 7001, "many": 7002, "first": 7003, "unnamed": 7004}
-# Each line: a path below the test's folder with its mode, owner and group, or
-# a link with its target and owner. XDG_CACHE_HOME is "home/cache"; "K" and "F"
-# are the package's folders in it.
+# Each line: a path below the test's directory with its mode, owner and group,
+# or a link with its target and owner. XDG_CACHE_HOME is "home/cache"; "K" and
+# "F" are the package's directories in it.
 TREES = {
     "new": ("", True),
     "others read": ("home 755|K 755|F 755", True),
@@ -91,23 +91,23 @@ TREES = {
     "package's of all": ("K 777", False),
     "package's like /tmp": ("K 1777|F 700", True),
     "package's is a file": ("home/cache 755|K file 644", False),
-    "folder of all": ("F 777", False),
-    "folder like /tmp": ("F 1777", False),
-    "folder of many": ("F 775 me:many", False),
-    "folder of my group": ("F 775 me:mine", True),
-    "folder of a stranger": ("F 755 stranger:mine", False),
-    "folder is a file": ("K 755|F file 644", False),
+    "directory of all": ("F 777", False),
+    "directory like /tmp": ("F 1777", False),
+    "directory of many": ("F 775 me:many", False),
+    "directory of my group": ("F 775 me:mine", True),
+    "directory of a stranger": ("F 755 stranger:mine", False),
+    "directory is a file": ("K 755|F file 644", False),
     "link": ("other 755|home 755|home/cache -> ../other me", True),
     "link of root": ("other 755|home 755|home/cache -> ../other root", True),
     "link of a stranger": (
         "other 755|home 1777|home/cache -> ../other stranger",
         False,
     ),
-    "link to a folder of all": (
+    "link to a directory of all": (
         "other 777|home 755|home/cache -> ../other me",
         False,
     ),
-    "link below a folder of all": (
+    "link below a directory of all": (
         "open 777|open/other 755|home 755|home/cache -> ../open/other me",
         False,
     ),
@@ -121,12 +121,12 @@ TREES = {
     ),
     "link to itself": ("home 755|home/cache -> cache me", False),
     "link to nothing": ("home 755|home/cache -> none me", False),
-    "folder is a link": ("other 755|K 755|F -> ../../../other me", True),
+    "directory is a link": ("other 755|K 755|F -> ../../../other me", True),
     "entries": ("F 755|F/a-cache file 644|F/a-atime file 644", True),
     "entry of all": ("F 755|F/a-cache file 646", False),
-    "entry of all in my folder": ("F 700|F/a-cache file 666", False),
+    "entry of all in my directory": ("F 700|F/a-cache file 666", False),
     "entry of many": ("F 755|F/a-cache file 664 me:many", False),
-    "entry of many in my folder": ("F 700|F/a-cache file 664 me:many", True),
+    "entry of many in my directory": ("F 700|F/a-cache file 664 me:many", True),
     "entry of a stranger": ("F 755|F/a-cache file 644 stranger:mine", False),
     "entry is a link": (
         "other 755|other/a file 644|F 755|F/a-cache -> ../../../../other/a me",
@@ -145,12 +145,14 @@ def tree(tmp_path, monkeypatch):
     """Makes a tree of `TREES`; owners are only said, which needs no root."""
     owners = {}
     package = "home/cache/keras_strategies"
-    folder = f"{package}/{pathlib.Path(make(tmp_path / 'x')[FOLDER]).name}"
+    directory = (
+        f"{package}/{pathlib.Path(make(tmp_path / 'x')[DIRECTORY]).name}"
+    )
     shutil.rmtree(tmp_path / "x")
 
     def get_path(name):
         first, *rest = name.split("/")
-        first = {"K": package, "F": folder}.get(first, first)
+        first = {"K": package, "F": directory}.get(first, first)
         return tmp_path.joinpath(first, *rest)
 
     def create(text):
@@ -193,12 +195,12 @@ def tree(tmp_path, monkeypatch):
     ]
     monkeypatch.setattr(pwd, "getpwall", lambda: users)
     monkeypatch.setattr(grp, "getgrgid", find_group)
-    monkeypatch.setattr(trusted_folder, "_lstat", lstat)
+    monkeypatch.setattr(trusted_directory, "_lstat", lstat)
     return create
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_folders_that_others_can_change_are_not_used(
+def test_directories_that_others_can_change_are_not_used(
     name, tree, tmp_path, caplog
 ):
     text, expected = TREES[name]
@@ -206,7 +208,7 @@ def test_folders_that_others_can_change_are_not_used(
     base = tmp_path / "home" / "cache"
     before = compilation_cache.find_problem({"XDG_CACHE_HOME": str(base)})
     for _ in range(2):
-        assert (FOLDER in make(base)) == expected
+        assert (DIRECTORY in make(base)) == expected
     after = compilation_cache.find_problem({"XDG_CACHE_HOME": str(base)})
     if expected:
         assert [before, after, caplog.messages] == ["", "", []]
@@ -214,7 +216,7 @@ def test_folders_that_others_can_change_are_not_used(
     assert after
     (line,) = caplog.messages  # It is said once.
     assert "chmod go-w" in line
-    assert FOLDER in line
+    assert DIRECTORY in line
 
 
 def test_groups_of_a_service_that_lists_no_users(tree, tmp_path, monkeypatch):
@@ -226,35 +228,37 @@ def test_groups_of_a_service_that_lists_no_users(tree, tmp_path, monkeypatch):
     )
     assert make(tmp_path / "home") == {}
     names[ME] = "first"  # A group of the user's name is the user's.
-    assert FOLDER in make(tmp_path / "home")
+    assert DIRECTORY in make(tmp_path / "home")
     # A container's user without a name, whose groups have no members.
     del names[ME]
-    assert FOLDER in make(tmp_path / "home")
+    assert DIRECTORY in make(tmp_path / "home")
 
 
-def test_a_umask_that_lets_others_write_makes_a_private_folder(tmp_path):
+def test_a_umask_that_lets_others_write_makes_a_private_directory(tmp_path):
     before = os.umask(0)
     try:
-        assert FOLDER in make(tmp_path / "a" / "b")
-        assert FOLDER in make(tmp_path / "a" / "b")
+        assert DIRECTORY in make(tmp_path / "a" / "b")
+        assert DIRECTORY in make(tmp_path / "a" / "b")
     finally:
         os.umask(before)
 
 
 def test_programs_that_were_not_finished_are_deleted(tmp_path):
-    folder = pathlib.Path(make(tmp_path)[FOLDER])
+    directory = pathlib.Path(make(tmp_path)[DIRECTORY])
     for name in ("a-cache", "a-atime", "b-cache", "c-atime", "d"):
-        (folder / name).write_bytes(b"1")
-    with filelock.FileLock(folder / ".lockfile"):
-        threading.Timer(0.3, (folder / "b-atime").write_bytes, [b"1"]).start()
+        (directory / name).write_bytes(b"1")
+    with filelock.FileLock(directory / ".lockfile"):
+        threading.Timer(
+            0.3, (directory / "b-atime").write_bytes, [b"1"]
+        ).start()
         with concurrent.futures.ThreadPoolExecutor() as pool:
             waiting = pool.submit(make, tmp_path)
-            while not (folder / "b-atime").exists():
+            while not (directory / "b-atime").exists():
                 assert not waiting.done()
-    assert (folder / "b-cache").exists(), "another process was writing it"
-    (folder / "b-atime").unlink()
-    assert FOLDER in make(tmp_path)
-    names = {path.name for path in folder.iterdir()} - {".lockfile"}
+    assert (directory / "b-cache").exists(), "another process was writing it"
+    (directory / "b-atime").unlink()
+    assert DIRECTORY in make(tmp_path)
+    names = {path.name for path in directory.iterdir()} - {".lockfile"}
     assert names == {"a-cache", "a-atime", "d"}
 
 
@@ -311,7 +315,7 @@ def test_a_run_after_a_killed_write_caches(tmp_path):
     assert found[2][1] > 0
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, caplog):
+def test_a_directory_that_cannot_be_made_is_one_line(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert make(tmp_path / "file") == {}
     (line,) = caplog.messages
@@ -363,8 +367,8 @@ def test_a_job_that_is_started_again_compiles_nothing_again(tmp_path):
         assert ended.returncode == 0, ended.stderr
         assert "ache" not in ended.stderr
         found.append(ended.stdout.split())
-    (folder, cold, weights), (_, hits, again) = found
-    assert folder.startswith(str(tmp_path / "cache" / "keras_strategies"))
+    (directory, cold, weights), (_, hits, again) = found
+    assert directory.startswith(str(tmp_path / "cache" / "keras_strategies"))
     assert cold == "0"
     assert int(hits) >= 2
     assert again == weights

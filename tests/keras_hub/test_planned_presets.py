@@ -40,14 +40,14 @@ CLASSIFIER = (
 
 @pytest.fixture
 def preset(tmp_path):
-    """The folder of a preset without its weights."""
+    """The directory of a preset without its weights."""
     import keras_hub
 
-    folder = tmp_path / "preset"
-    keras_hub.models.BertBackbone(**CONFIG).save_to_preset(str(folder))
-    for file in folder.glob("*.h5"):
+    directory = tmp_path / "preset"
+    keras_hub.models.BertBackbone(**CONFIG).save_to_preset(str(directory))
+    for file in directory.glob("*.h5"):
         file.unlink()
-    return folder
+    return directory
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_a_local_preset_needs_its_config_alone(
 def test_a_preset_in_kaggles_cache_is_found(
     tmp_path, preset, monkeypatch, version
 ):
-    folder = tmp_path / "cache/models/user/bert/keras/tiny"
+    directory = tmp_path / "cache/models/user/bert/keras/tiny"
     for number in "12":
-        shutil.copytree(preset, folder / number)
-    (folder / "1/config.json").write_text("{}")
+        shutil.copytree(preset, directory / number)
+    (directory / "1/config.json").write_text("{}")
     monkeypatch.setenv("KAGGLEHUB_CACHE", str(tmp_path / "cache"))
     name = f"kaggle://user/bert/keras/tiny{version}"
     capture = run(tmp_path, SCRIPT.format(CLASSIFIER.format(name, "")))

@@ -20,11 +20,11 @@ def find_package():
     return INSTALLED / "tensorflow"
 
 
-def list_files(folder):
+def list_files(directory):
     found = [
         path
-        for path in folder.rglob("*.py")
-        if folder != STANDARD or "site-packages" not in path.parts
+        for path in directory.rglob("*.py")
+        if directory != STANDARD or "site-packages" not in path.parts
     ]
     random.Random(0).shuffle(found)
     return found

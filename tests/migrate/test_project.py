@@ -1,4 +1,4 @@
-"""Files, folders and notebooks, and the command `migrate`."""
+"""Files, directories and notebooks, and the command `migrate`."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_functions_are_followed_to_other_files(project):
     assert reports["./train.py"].num_changed == 4
 
 
-def test_a_folder_has_files_and_notebooks_but_no_environments(tmp_path):
+def test_a_directory_has_files_and_notebooks_but_no_environments(tmp_path):
     for name in ("a.py", "b.ipynb", "c.txt", ".git/d.py", "env/lib/e.py"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -270,8 +270,8 @@ def by_file(strategy, model):
     import tensorflow as tf
 
     sizes = [7, 1, 4, 9, 2]
-    folder = tempfile.mkdtemp()
-    paths = write(folder, sizes)
+    directory = tempfile.mkdtemp()
+    paths = write(directory, sizes)
     ends = np.cumsum(sizes)
     rows = [range(e - s, e) for s, e in zip(sizes, ends, strict=True)]
     table = np.stack([values(row) for row in range(sum(sizes))])

@@ -116,27 +116,27 @@ def ragged():
     ).batch(8)
 
 
-def records(folder, is_cut):
+def records(directory, is_cut):
     """Two files of records; one of them cut off."""
     import tensorflow as tf
 
     from tests.multi_process.records import parse, write
 
-    paths = write(folder, [16, 16])
+    paths = write(directory, [16, 16])
     if is_cut:
-        path = os.path.join(folder, f"cut-{me()}.tfrecord")
+        path = os.path.join(directory, f"cut-{me()}.tfrecord")
         with open(paths[1], "rb") as whole, open(path, "wb") as cut:
             cut.write(whole.read()[:-10])
         paths[1] = path
     return tf.data.TFRecordDataset(paths).map(parse).batch(8)
 
 
-def files_in_one(folder, policy):
+def files_in_one(directory, policy):
     import tensorflow as tf
 
     from tests.multi_process.records import parse, write
 
-    paths = write(folder, [16])
+    paths = write(directory, [16])
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = getattr(
         tf.data.experimental.AutoShardPolicy, policy
@@ -184,7 +184,7 @@ def arrays(rows=32, dtype="float32", shape=(3,), seed=0):
     return x, np.zeros((rows, 1), "float32")
 
 
-def cases(strategy, model, folder):
+def cases(strategy, model, directory):
     """What to call, by name."""
 
     def fit(*args, **kwargs):
@@ -238,8 +238,8 @@ def cases(strategy, model, folder):
         ),
         "a ragged dataset": lambda: fit(ragged()),
         "an empty dataset": lambda: fit(tensors(32, 8, lambda d: d.take(0))),
-        "too few files": lambda: fit(files_in_one(folder, "FILE")),
-        "a cut record": lambda: fit(records(folder, True)),
+        "too few files": lambda: fit(files_in_one(directory, "FILE")),
+        "a cut record": lambda: fit(records(directory, True)),
         "own rows fail": lambda: fit(own_generator(strategy, 2)),
         "a function fails": lambda: make_mistakes(strategy),
         "another call": lambda: (
@@ -254,7 +254,7 @@ def cases(strategy, model, folder):
         "steps per epoch": lambda: fit(
             generator(40, 8), steps_per_epoch=2 + me()
         ),
-        "a process stays away": lambda: away(model, folder, (x, y)),
+        "a process stays away": lambda: away(model, directory, (x, y)),
     }
 
 
@@ -266,9 +266,9 @@ def with_steps(model, steps, act):
         model.steps_per_execution = 1
 
 
-def away(model, folder, batch):
+def away(model, directory, batch):
     """Process 1 does something else until process 0 has given up."""
-    sign = os.path.join(folder, "given-up")
+    sign = os.path.join(directory, "given-up")
     if me() == 1:
         wait_until(lambda: os.path.exists(sign), 100)
     try:
@@ -283,7 +283,7 @@ def away(model, folder, batch):
             pass
 
 
-def run(folder, names=None):
+def run(directory, names=None):
     """Runs the cases; returns the errors and what came after them."""
     os.environ.setdefault("KERAS_STRATEGIES_TIMEOUT_S", "300")
     strategy = ks.MultiWorkerMirroredStrategy()
@@ -291,7 +291,7 @@ def run(folder, names=None):
     x, y = data(32)
     model.fit(x, y, batch_size=8, verbose=0)
     results = {}
-    for name, act in cases(strategy, model, folder).items():
+    for name, act in cases(strategy, model, directory).items():
         if names and name not in names:
             continue
         begin = time.monotonic()

@@ -89,9 +89,9 @@ def main():
         step_in_epoch=step_in_epoch,
     )
     manager = ks.checkpoint.CheckpointManager(
-        checkpoint, directory=told["folder"], max_to_keep=1
+        checkpoint, directory=told["directory"], max_to_keep=1
     )
-    newest = ks.checkpoint.latest_checkpoint(told["folder"])
+    newest = ks.checkpoint.latest_checkpoint(told["directory"])
     if newest:
         checkpoint.restore(newest)
     while epoch.numpy() < EPOCHS:

@@ -1,10 +1,10 @@
 """The fit of restarted.py, whose chief stops where a test wants to kill it.
 
-python -m tests.multi_process.faulty FOLDER EPOCHS KIND
+python -m tests.multi_process.faulty DIRECTORY EPOCHS KIND
 
-FOLDER/fault.json is the next fault: a dict of the arguments of `Stop`. When the
-chief has reached this place, it writes its id and the place to FOLDER/reached,
-and waits until the test has deleted FOLDER/fault.json.
+DIRECTORY/fault.json is the next fault: a dict of the arguments of `Stop`. When
+the chief has reached this place, it writes its id and the place to
+DIRECTORY/reached, and waits until the test has deleted DIRECTORY/fault.json.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ import time
 from jax._src import lru_cache
 
 from tests.multi_process import restarted
-from tests.multi_process.restarted import CHECKPOINTS, FOLDER, TASK
+from tests.multi_process.restarted import CHECKPOINTS, DIRECTORY, TASK
 
-FAULT, REACHED = FOLDER / "fault.json", FOLDER / "reached"
+FAULT, REACHED = DIRECTORY / "fault.json", DIRECTORY / "reached"
 MAX_SECONDS = 120.0
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 SAVING = re.compile(r"(\d+)\.(saving|orbax-checkpoint-tmp)")
@@ -52,7 +52,7 @@ def find_stop(place):
 
 
 def stop_here(where):
-    temporary = FOLDER / "reached.new"
+    temporary = DIRECTORY / "reached.new"
     temporary.write_text(f"{os.getpid()} {where}")
     temporary.rename(REACHED)
     end = time.monotonic() + MAX_SECONDS

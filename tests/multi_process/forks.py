@@ -1,6 +1,6 @@
 """Forked children that are told to end; what test_forks.py starts.
 
-`python -m tests.multi_process.forks FOLDER` does it in one process, in a fit
+`python -m tests.multi_process.forks DIRECTORY` does it in one process, in a fit
 that is told to end afterwards, twice.
 """
 
@@ -121,12 +121,12 @@ class Forking(keras.callbacks.Callback):
 
 
 def main():
-    folder = pathlib.Path(sys.argv[1])
+    directory = pathlib.Path(sys.argv[1])
     handler = signal.SIG_DFL if len(sys.argv) == 2 else on_sigterm
     signal.signal(signal.SIGTERM, handler)
     with ks.MirroredStrategy(jax.devices()).scope():
         model = model_of()
-    kept = ks.callbacks.Checkpoint(folder / "kept")
+    kept = ks.callbacks.Checkpoint(directory / "kept")
     try:
         model.fit(
             ROWS, ROWS[:, :1], callbacks=[Forking(), kept], verbose=0, epochs=3

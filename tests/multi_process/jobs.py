@@ -42,7 +42,7 @@ class Ended:
 
 
 def run_job(
-    folder,
+    directory,
     told,
     *,
     count=2,
@@ -55,7 +55,7 @@ def run_job(
     """Runs `tests.multi_process.faults` in some processes.
 
     Args:
-      folder: For the logs.
+      directory: For the logs.
       told: What each process is told, besides its place.
       count: How many processes.
       devices: Virtual devices of each.
@@ -69,7 +69,7 @@ def run_job(
       How each ended.
     """
     address = f"127.0.0.1:{find_free_ports(1)[0]}"
-    logs = [pathlib.Path(folder) / f"{index}.log" for index in range(count)]
+    logs = [pathlib.Path(directory) / f"{index}.log" for index in range(count)]
     variables = processes._make_environment(devices, dict(env))
     running, ends = [], []
     try:

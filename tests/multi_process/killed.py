@@ -32,40 +32,40 @@ class Factory:
             yield (rows()[start : start + SIZE],)
 
 
-def arrays(strategy, folder):
+def arrays(strategy, directory):
     return strategy.experimental_make_numpy_dataset(rows()).batch(SIZE)
 
 
-def grain_dataset(strategy, folder):
+def grain_dataset(strategy, directory):
     import grain
 
     return grain.MapDataset.source(rows()).seed(5).shuffle().batch(SIZE)
 
 
-def torch_loader(strategy, folder):
+def torch_loader(strategy, directory):
     import torch
 
     dataset = torch.utils.data.TensorDataset(torch.tensor(rows()))
     return torch.utils.data.DataLoader(dataset, batch_size=SIZE, shuffle=True)
 
 
-def tf_dataset(strategy, folder):
+def tf_dataset(strategy, directory):
     import tensorflow as tf
 
     dataset = tf.data.Dataset.from_tensor_slices(rows()).shuffle(ROWS)
     return dataset.batch(SIZE)
 
 
-def files(strategy, folder):
-    paths = [str(folder / f"{number}.npy") for number in range(3)]
+def files(strategy, directory):
+    paths = [str(directory / f"{number}.npy") for number in range(3)]
     return ks.data.files(paths, "npy", batch_size=SIZE, shuffle=True)
 
 
 SOURCES = without_torch(
     {
         "arrays": arrays,
-        "PyDataset": lambda strategy, folder: Numbered(),
-        "factory": lambda strategy, folder: Factory(),
+        "PyDataset": lambda strategy, directory: Numbered(),
+        "factory": lambda strategy, directory: Factory(),
         "grain": grain_dataset,
         "torch": torch_loader,
         "tf.data": tf_dataset,
@@ -74,12 +74,12 @@ SOURCES = without_torch(
 )
 
 
-def write_files(folder):
+def write_files(directory):
     for number, part in enumerate(np.array_split(rows(), 3)):
-        np.save(folder / f"{number}.npy", part)
+        np.save(directory / f"{number}.npy", part)
 
 
-def make_iterator(name, strategy, folder):
+def make_iterator(name, strategy, directory):
     options = ks.InputOptions(
         distribute=ks.data.DistributeOptions(
             auto_shard_policy=ks.data.AutoShardPolicy.DATA
@@ -89,7 +89,7 @@ def make_iterator(name, strategy, folder):
     )
     return iter(
         strategy.experimental_distribute_dataset(
-            SOURCES[name](strategy, folder), options
+            SOURCES[name](strategy, directory), options
         )
     )
 
@@ -102,18 +102,18 @@ def first_column(strategy, batch):
     return np.asarray(strategy.gather(first, axis=0))[:, 0].tolist()
 
 
-def go_on(folder, stop, is_killed):
+def go_on(directory, stop, is_killed):
     """Each source's next steps up to `stop`; all of them while reading."""
-    folder = pathlib.Path(folder)
+    directory = pathlib.Path(directory)
     is_job = jax.process_count() > 1
     strategy = (
         ks.MultiWorkerMirroredStrategy() if is_job else ks.MirroredStrategy()
     )
     iterators = {}
     for name in SOURCES:
-        iterator = iterators[name] = make_iterator(name, strategy, folder)
-        state = folder / f"{name}.state"
-        read = folder / f"{name}.rows"
+        iterator = iterators[name] = make_iterator(name, strategy, directory)
+        state = directory / f"{name}.state"
+        read = directory / f"{name}.rows"
         if state.exists():
             iterator.set_state(json.loads(state.read_text()))
         lines = []

@@ -6,7 +6,7 @@ import numpy as np
 import keras_strategies as ks
 
 
-def save_and_restore(folder):
+def save_and_restore(directory):
     """A manager that keeps variables of the strategy's and of the process's."""
     strategy = ks.MultiWorkerMirroredStrategy()
     me = strategy.cluster_resolver.task_id or 0
@@ -19,7 +19,7 @@ def save_and_restore(folder):
     checkpoint = ks.checkpoint.Checkpoint(
         model=model, epoch=epoch, factor=factor
     )
-    manager = ks.checkpoint.CheckpointManager(checkpoint, folder)
+    manager = ks.checkpoint.CheckpointManager(checkpoint, directory)
     kernel = model.get_weights()[0]
     for step in (1, 2):
         epoch.assign_add(1)

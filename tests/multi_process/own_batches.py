@@ -61,7 +61,7 @@ def build(*layers):
     return model
 
 
-def read_and_fit(folder, cases):
+def read_and_fit(directory, cases):
     """For each case the rows of each step, and the weights after a fit."""
     strategy = ks.MultiWorkerMirroredStrategy()
     with strategy.scope():
@@ -72,20 +72,20 @@ def read_and_fit(folder, cases):
         # One model for all cases, as compiling one takes a second.
         model.set_weights(weights)
         found[own_rows.name_case(*case)] = {
-            "read": own_rows.read(strategy, folder, case),
-            "fitted": _fit(model, folder, case),
+            "read": own_rows.read(strategy, directory, case),
+            "fitted": _fit(model, directory, case),
             "weights": [np.asarray(w).tolist() for w in model.get_weights()],
         }
         assert_replicated(model)
     return found
 
 
-def _fit(model, folder, case):
+def _fit(model, directory, case):
     steps = Steps()
     Seen.forget()
     # Anew: each loop over a dataset has its own order.
     model.fit(
-        own_rows.dataset(folder, *case),
+        own_rows.dataset(directory, *case),
         steps_per_epoch=own_rows.STEPS
         if own_rows.is_infinite(case[1])
         else None,

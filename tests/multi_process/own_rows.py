@@ -39,14 +39,14 @@ def known(pipeline):
     return "shuffle.repeat.map.batch" if is_infinite(pipeline) else "map.batch"
 
 
-def write_files(folder):
-    """TFRecord files, in a folder for each of `FILES`; a record is a row's
+def write_files(directory):
+    """TFRecord files, in a directory for each of `FILES`; a record is a row's
     number."""
     for name, counts in FILES.items():
-        pathlib.Path(folder, name).mkdir()
+        pathlib.Path(directory, name).mkdir()
         number = 0
         for index, count in enumerate(counts):
-            path = str(pathlib.Path(folder, name, f"{index}.tfrecord"))
+            path = str(pathlib.Path(directory, name, f"{index}.tfrecord"))
             with tf.io.TFRecordWriter(path) as writer:
                 for _ in range(count):
                     writer.write(np.float32(number).tobytes())
@@ -64,10 +64,10 @@ def numbers(x):
     return [round(32 * float(row)) - 1 for row in np.asarray(x)[:, 0]]
 
 
-def dataset(folder, files, pipeline, size, policy):
+def dataset(directory, files, pipeline, size, policy):
     # What a shuffle with a seed draws depends on this one, too.
     tf.random.set_seed(0)
-    paths = sorted(map(str, pathlib.Path(folder, files).glob("*.tfrecord")))
+    paths = sorted(map(str, pathlib.Path(directory, files).glob("*.tfrecord")))
     if policy == "HINT":
         hint = tf.data.experimental.SHARD_HINT
         names = tf.data.Dataset.from_tensor_slices(paths).shard(hint, hint)
@@ -97,9 +97,11 @@ def _repeated(records):
     return records.shuffle(4, seed=1).repeat()
 
 
-def read(strategy, folder, case):
+def read(strategy, directory, case):
     """The numbers of the rows that this process's replicas get."""
-    batches = strategy.experimental_distribute_dataset(dataset(folder, *case))
+    batches = strategy.experimental_distribute_dataset(
+        dataset(directory, *case)
+    )
     stop = STEPS if is_infinite(case[1]) else None
     return [
         numbers(part)

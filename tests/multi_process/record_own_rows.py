@@ -41,11 +41,11 @@ _FITTED = [
 
 def record():
     """Writes the table."""
-    with tempfile.TemporaryDirectory() as folder:
-        own_rows.write_files(folder)
-        _run_workers(folder)
+    with tempfile.TemporaryDirectory() as directory:
+        own_rows.write_files(directory)
+        _run_workers(directory)
         one, other = (
-            json.loads(pathlib.Path(folder, f"{index}.json").read_text())
+            json.loads(pathlib.Path(directory, f"{index}.json").read_text())
             for index in (0, 1)
         )
     loops = {
@@ -72,7 +72,7 @@ def record():
     )
 
 
-def _run_workers(folder):
+def _run_workers(directory):
     cluster = {"worker": [f"127.0.0.1:{port}" for port in find_free_ports(2)]}
     running = []
     try:
@@ -81,7 +81,13 @@ def _run_workers(folder):
             told = json.dumps({"cluster": cluster, "task": place})
             running.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", __spec__.name, folder, str(index)],
+                    [
+                        sys.executable,
+                        "-m",
+                        __spec__.name,
+                        directory,
+                        str(index),
+                    ],
                     env=os.environ | {"TF_CONFIG": told},
                 )
             )
@@ -93,12 +99,12 @@ def _run_workers(folder):
             worker.wait()
 
 
-def _work(folder, index):
+def _work(directory, index):
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     told = {
         "versions": {"tensorflow": tf.__version__},
         "dataset": {
-            own_rows.name_case(*case): own_rows.read(strategy, folder, case)
+            own_rows.name_case(*case): own_rows.read(strategy, directory, case)
             for case in own_rows.CASES
         },
         "fit": {},
@@ -106,13 +112,13 @@ def _work(folder, index):
     if importlib.util.find_spec("tf_keras"):
         told["versions"]["tf_keras"] = importlib.metadata.version("tf_keras")
         told["fit"] = {
-            own_rows.name_case(*case): _fit(strategy, folder, case)
+            own_rows.name_case(*case): _fit(strategy, directory, case)
             for case in _FITTED
         }
-    pathlib.Path(folder, f"{index}.json").write_text(json.dumps(told))
+    pathlib.Path(directory, f"{index}.json").write_text(json.dumps(told))
 
 
-def _fit(strategy, folder, case):
+def _fit(strategy, directory, case):
     import tf_keras
 
     steps = []
@@ -130,7 +136,7 @@ def _fit(strategy, folder, case):
         model = Seeing([tf_keras.Input((1,)), tf_keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     model.fit(
-        own_rows.dataset(folder, *case),
+        own_rows.dataset(directory, *case),
         steps_per_epoch=own_rows.STEPS
         if own_rows.is_infinite(case[1])
         else None,

@@ -5,13 +5,13 @@ import os
 import numpy as np
 
 
-def write(folder, sizes):
+def write(directory, sizes):
     """Files with so many rows each; every process may write them."""
     import tensorflow as tf
 
     paths, row = [], 0
     for index, size in enumerate(sizes):
-        path = os.path.join(folder, f"{len(sizes)}-{size}-{index}.tfrecord")
+        path = os.path.join(directory, f"{len(sizes)}-{size}-{index}.tfrecord")
         own = f"{path}.{os.getpid()}"
         with tf.io.TFRecordWriter(own) as writer:
             for _ in range(size):

@@ -22,7 +22,7 @@ class Slow(keras.callbacks.Callback):
             time.sleep(SLOW_S)
 
 
-def slow_input(folder):
+def slow_input(directory):
     """The batches of process 1 are slow to read."""
 
     def batches():
@@ -32,7 +32,7 @@ def slow_input(folder):
                 time.sleep(SLOW_S)
             yield x, y
 
-    report = ks.callbacks.RunReport(folder, profile="20:22")
+    report = ks.callbacks.RunReport(directory, profile="20:22")
     return _fit(report, x=batches())
 
 

@@ -1,12 +1,13 @@
 """A fit that `launch --max-restarts` starts again; run by test_restarts.py.
 
-python -m tests.multi_process.restarted FOLDER EPOCHS KIND
+python -m tests.multi_process.restarted DIRECTORY EPOCHS KIND
 
 KIND is "dropout" for a model with Dropout, "plain" for one without, or
 "missing" for the latter and a last of three processes that cannot start again
-after the first checkpoint. Process 0 appends each step to FOLDER/begun before
-it computes it, and to FOLDER/steps afterwards, and saves the weights in
-FOLDER/weights.npy. FOLDER/checkpoints also contains the report of the run.
+after the first checkpoint. Process 0 appends each step to DIRECTORY/begun
+before it computes it, and to DIRECTORY/steps afterwards, and saves the weights
+in DIRECTORY/weights.npy. DIRECTORY/checkpoints also contains the report of the
+run.
 """
 
 import json
@@ -21,8 +22,12 @@ import numpy as np
 
 import keras_strategies as ks
 
-FOLDER, EPOCHS, KIND = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-CHECKPOINTS = FOLDER / "checkpoints"
+DIRECTORY, EPOCHS, KIND = (
+    pathlib.Path(sys.argv[1]),
+    int(sys.argv[2]),
+    sys.argv[3],
+)
+CHECKPOINTS = DIRECTORY / "checkpoints"
 TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 STEPS_PER_EPOCH, BATCH = 10, 12
 
@@ -48,7 +53,7 @@ class Recorder(keras.callbacks.Callback):
 
     def record(self, name, step):
         if TASK == 0:
-            with open(FOLDER / name, "a") as file:
+            with open(DIRECTORY / name, "a") as file:
                 file.write(f"{step}\n")
 
 
@@ -82,7 +87,7 @@ def main():
     )
     if TASK == 0:
         weights = [w.ravel() for w in model.get_weights()]
-        np.save(FOLDER / "weights.npy", np.concatenate(weights))
+        np.save(DIRECTORY / "weights.npy", np.concatenate(weights))
 
 
 if __name__ == "__main__":

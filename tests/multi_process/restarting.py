@@ -16,20 +16,22 @@ from tests.support.commands import WITHOUT_PACKAGES
 ROOT = pathlib.Path(__file__).parents[2]
 TIME_LIMIT_S = 1800
 CACHE = "programs"
-"""The folder beside the job's for compiled programs, which two jobs share."""
+"""The directory beside the job's for compiled programs, of two jobs."""
 
 
-def launch(folder, count, *options, epochs, kind="dropout", script="restarted"):
+def launch(
+    directory, count, *options, epochs, kind="dropout", script="restarted"
+):
     """Starts a job, or starts it again; its lines are appended to a log."""
-    folder.mkdir(exist_ok=True)
+    directory.mkdir(exist_ok=True)
     # The cache of the tests must not get programs of killed processes.
     environ = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
-    environ["XDG_CACHE_HOME"] = str(folder.parent / CACHE)
+    environ["XDG_CACHE_HOME"] = str(directory.parent / CACHE)
     environ[WITHOUT_PACKAGES] = "sklearn tensorflow"
     words = [sys.executable, "-m", "keras_strategies.cli", "launch"]
     words += ["--processes", str(count), *options]
-    words += ["-m", f"tests.multi_process.{script}", str(folder)]
-    with open(folder / "log", "ab") as log:
+    words += ["-m", f"tests.multi_process.{script}", str(directory)]
+    with open(directory / "log", "ab") as log:
         return subprocess.Popen(
             [*words, str(epochs), kind],
             stdout=log,
@@ -40,16 +42,16 @@ def launch(folder, count, *options, epochs, kind="dropout", script="restarted"):
         )
 
 
-def finish(process, folder):
+def finish(process, directory):
     """Waits for the end; returns the weights."""
     try:
         code = process.wait(TIME_LIMIT_S)
     finally:
         process.terminate()
         process.wait()
-    log = (folder / "log").read_text()
+    log = (directory / "log").read_text()
     assert code == 0, log[-5000:]
-    return np.load(folder / "weights.npy"), log
+    return np.load(directory / "weights.npy"), log
 
 
 def find_children(process):
@@ -69,38 +71,38 @@ def kill(process, choose):
     return len(pids) > 0
 
 
-def count_steps(folder, name="steps"):
+def count_steps(directory, name="steps"):
     """Counts the steps that were computed, again or not."""
-    steps = folder / name
+    steps = directory / name
     return len(steps.read_text().split()) if steps.exists() else 0
 
 
-def wait_for_steps(folder, number, process):
+def wait_for_steps(directory, number, process):
     """Waits until the job has computed a number of steps, again or not."""
-    while process.poll() is None and count_steps(folder) < number:
+    while process.poll() is None and count_steps(directory) < number:
         time.sleep(0.02)
 
 
-def wait_for_checkpoint(folder, process):
+def wait_for_checkpoint(directory, process):
     """Waits until the job has saved a checkpoint, in a thread, and said so."""
-    checkpoints = folder / "checkpoints"
+    checkpoints = directory / "checkpoints"
     while process.poll() is None and not any(checkpoints.glob("*/manifest*")):
         time.sleep(0.02)
-    wait_for_steps(folder, count_steps(folder) + 10, process)
+    wait_for_steps(directory, count_steps(directory) + 10, process)
 
 
-def check_report(folder, num_steps):
+def check_report(directory, num_steps):
     """Checks the report against the steps that the script has recorded.
 
     The report counts a step when its program has been started. The script
     records a step before and after that, so without a kill in between the
     numbers are equal.
     """
-    report = load_report(folder / "checkpoints")
+    report = load_report(directory / "checkpoints")
     assert report["num_steps"] == num_steps
     repeated = report["num_repeated"]
     begun, ended = (
-        count_steps(folder, name) - num_steps for name in ("begun", "steps")
+        count_steps(directory, name) - num_steps for name in ("begun", "steps")
     )
     print(
         f"{report['num_starts']} starts, computed twice: {repeated} in the "

@@ -1,8 +1,9 @@
 """A job whose fits are interrupted, and go on; see `test_resumed.py`.
 
-    keras-strategies launch ... -m tests.multi_process.resumed '{"folder": ...}'
+    keras-strategies launch ... -m tests.multi_process.resumed '{"directory":
+    ...}'
 
-Words of what it is told: folder; sources, trained one after the other, each
+Words of what it is told: directory; sources, trained one after the other, each
 with checkpoints of its own; point, where they are interrupted (`POINTS`): the
 last one by SIGKILL, those before it by an exception; parts, dicts of such
 words, for several jobs in one; seed; model ("exact",
@@ -170,7 +171,7 @@ class Interrupting(keras.callbacks.Callback):
         self.reach("validation")
 
     def on_audit(self, event, args):
-        """Before a file is renamed: Orbax's folder, or our manifest."""
+        """Before a file is renamed: Orbax's directory, or our manifest."""
         if event != "os.rename" or self.kind in ("", *HOOKS):
             return
         source, target = (os.fspath(path) for path in args[:2])
@@ -186,9 +187,9 @@ class Interrupting(keras.callbacks.Callback):
 class Said(keras.callbacks.Callback):
     """Says every step to a file of this process, with the run's number."""
 
-    def __init__(self, folder):
+    def __init__(self, directory):
         super().__init__()
-        self.path = folder / f"steps.{jax.process_index()}"
+        self.path = directory / f"steps.{jax.process_index()}"
         self.count = 0
 
     def get_state(self):
@@ -209,8 +210,8 @@ class Said(keras.callbacks.Callback):
 
 def fit(told, name, is_last):
     """Trains with one source; returns what can be compared."""
-    folder = pathlib.Path(told["folder"]) / name
-    folder.mkdir(parents=True, exist_ok=True)
+    directory = pathlib.Path(told["directory"]) / name
+    directory.mkdir(parents=True, exist_ok=True)
     kind = told.get("model", "exact")
     model = compiled(ks.MultiWorkerMirroredStrategy(), kind)
     # A new process draws others: none of them may count.
@@ -226,16 +227,16 @@ def fit(told, name, is_last):
         keras.callbacks.ReduceLROnPlateau(
             factor=0.5, patience=1, min_delta=9.0
         ),
-        keras.callbacks.CSVLogger(folder / "log.csv"),
+        keras.callbacks.CSVLogger(directory / "log.csv"),
     ]
     kept = ks.callbacks.Checkpoint(
-        folder / "kept", save_every_steps=told.get("every", 3)
+        directory / "kept", save_every_steps=told.get("every", 3)
     )
     history = model.fit(
         **SOURCES[name](),
         epochs=told.get("epochs", EPOCHS),
         validation_data=(X[:20], Y[:20]),
-        callbacks=[*own, Said(folder), interrupting, kept],
+        callbacks=[*own, Said(directory), interrupting, kept],
         verbose=0,
     )
     variables = [np.asarray(v.value) for v in all_variables(model)]
@@ -247,7 +248,7 @@ def fit(told, name, is_last):
         "callbacks": states,
         "history": history.history,
         "epochs": history.epoch,
-        "log": (folder / "log.csv").read_text(),
+        "log": (directory / "log.csv").read_text(),
     }
 
 
@@ -269,7 +270,7 @@ def train(told):
         except (Interrupted, OSError) as error:
             print(f"{name} was interrupted: {error!r}", flush=True)
             continue
-        path = pathlib.Path(told["folder"]) / name / "outcome.json"
+        path = pathlib.Path(told["directory"]) / name / "outcome.json"
         if jax.process_index() == 0:
             path.write_text(json.dumps(outcome))
 

@@ -169,7 +169,7 @@ def _unseeded(shape, dtype=None):
     return keras.ops.convert_to_tensor(value, dtype)
 
 
-def saved_at_once(folder):
+def saved_at_once(directory):
     """Files that both processes save at the same path; what is read back."""
     with ks.MultiWorkerMirroredStrategy().scope():
         model = compiled()
@@ -179,45 +179,45 @@ def saved_at_once(folder):
     for _ in range(10):
         # All processes evaluate together, so they save at the same time.
         model.evaluate(X[:8], Y[:8], verbose=0)
-        model.save_weights(f"{folder}/at_once.weights.h5")
-        model.save(f"{folder}/at_once.keras")
-        model.load_weights(f"{folder}/at_once.weights.h5")
+        model.save_weights(f"{directory}/at_once.weights.h5")
+        model.save(f"{directory}/at_once.keras")
+        model.load_weights(f"{directory}/at_once.weights.h5")
         _assert_same(model.get_weights(), weights)
-        loaded = keras.saving.load_model(f"{folder}/at_once.keras")
+        loaded = keras.saving.load_model(f"{directory}/at_once.keras")
         _assert_same(loaded.get_weights(), weights)
-    return sorted(p.name for p in pathlib.Path(folder).glob("*at_once*"))
+    return sorted(p.name for p in pathlib.Path(directory).glob("*at_once*"))
 
 
-def saved(folder, shards):
+def saved(directory, shards):
     """Files, checkpoints and a loop of one's own; what was read back."""
     strategy = made(shards)
     with strategy.scope():
         model = compiled()
     model.set_weights(first_weights(model))
     best = keras.callbacks.ModelCheckpoint(
-        f"{folder}/best.keras", monitor="loss", save_best_only=True
+        f"{directory}/best.keras", monitor="loss", save_best_only=True
     )
-    backup = keras.callbacks.BackupAndRestore(f"{folder}/backup")
-    own = ks.callbacks.Checkpoint(f"{folder}/own")
+    backup = keras.callbacks.BackupAndRestore(f"{directory}/backup")
+    own = ks.callbacks.Checkpoint(f"{directory}/own")
     fit = {"batch_size": 8, "shuffle": False, "verbose": 0}
     model.fit(X, Y, epochs=1, callbacks=[best, backup], **fit)
     model.fit(X, Y, epochs=2, callbacks=[own], **fit)
-    model.save(f"{folder}/model.keras")
-    model.save_weights(f"{folder}/model.weights.h5")
+    model.save(f"{directory}/model.keras")
+    model.save_weights(f"{directory}/model.weights.h5")
     weights = model.get_weights()
     with strategy.scope():
         again = compiled()
     # Outside of the scope.
     again.optimizer.build(again.trainable_variables)
-    again.save(f"{folder}/again.keras")
-    again.load_weights(f"{folder}/model.weights.h5")
+    again.save(f"{directory}/again.keras")
+    again.load_weights(f"{directory}/model.weights.h5")
     _assert_same(again.get_weights(), weights)
     with strategy.scope():
-        loaded = keras.saving.load_model(f"{folder}/model.keras")
+        loaded = keras.saving.load_model(f"{directory}/model.keras")
     _assert_same(loaded.get_weights(), weights)
     with strategy.scope():
         resumed = compiled()
-    own = ks.callbacks.Checkpoint(f"{folder}/own")
+    own = ks.callbacks.Checkpoint(f"{directory}/own")
     resumed.fit(X, Y, epochs=2, callbacks=[own], **fit)
     _assert_same(resumed.get_weights(), weights)
     resumed.fit(X, Y, epochs=3, callbacks=[own], **fit)

@@ -64,7 +64,7 @@ def compiled(optimizer=None):
 
 
 @functools.cache
-def used(strategy, folder=None):
+def used(strategy, directory=None):
     """What the loops of a model return, and its weights."""
     with strategy.scope() if strategy else warnings.catch_warnings():
         model = compiled()
@@ -81,19 +81,19 @@ def used(strategy, folder=None):
         assert_replicated(model)
         kernel = model.layers[0].kernel.value
         assert kernel.addressable_shards[0].data.shape != kernel.shape
-    if folder is not None:
-        model.save(f"{folder}/model.keras")
-        own = ks.callbacks.Checkpoint(f"{folder}/own")
+    if directory is not None:
+        model.save(f"{directory}/model.keras")
+        own = ks.callbacks.Checkpoint(f"{directory}/own")
         model.fit(X, Y, callbacks=[own], **fit)
         with strategy.scope():
             resumed = compiled()
-        own = ks.callbacks.Checkpoint(f"{folder}/own")
+        own = ks.callbacks.Checkpoint(f"{directory}/own")
         resumed.fit(X, Y, callbacks=[own], **fit)
         for got, want in zip(
             resumed.get_weights(), model.get_weights(), strict=True
         ):
             np.testing.assert_array_equal(got, want)
-        loaded = keras.saving.load_model(f"{folder}/model.keras")
+        loaded = keras.saving.load_model(f"{directory}/model.keras")
         found["loaded"] = [w.tolist() for w in loaded.get_weights()]
     return found
 
@@ -146,14 +146,14 @@ def values_of(strategy):
     }
 
 
-def rows_of_files(strategy, folder):
+def rows_of_files(strategy, directory):
     """The rows that a shuffled dataset of files gives this process's replicas.
 
     Each epoch, and their numbers a step.
     """
     import tensorflow as tf
 
-    files = sorted(str(path) for path in pathlib.Path(folder).glob("*.txt"))
+    files = sorted(str(path) for path in pathlib.Path(directory).glob("*.txt"))
     dataset = (
         tf.data.Dataset.from_tensor_slices(files)
         .shuffle(8)
@@ -179,13 +179,13 @@ def rows_of_files(strategy, folder):
     return epochs
 
 
-def everything(width, folder):
+def everything(width, directory):
     strategy = spanning(width)
     return {
-        "used": used(strategy, folder),
+        "used": used(strategy, directory),
         "looped": looped(strategy),
         "values": values_of(strategy),
-        "files": rows_of_files(strategy, folder),
+        "files": rows_of_files(strategy, directory),
     }
 
 

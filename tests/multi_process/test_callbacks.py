@@ -13,26 +13,29 @@ ROOM = "multi_process.with_callbacks"
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """A folder, and what functions return in the two processes of a job."""
-    folder = tmp_path_factory.mktemp("job")
+    """A directory, and what functions return in the two processes of a job."""
+    directory = tmp_path_factory.mktemp("job")
     calls = [
-        (f"{ROOM}:files", folder),
-        *((f"{ROOM}:own_checkpoints", folder / f"kept{k}", k) for k in (0, 1)),
+        (f"{ROOM}:files", directory),
+        *(
+            (f"{ROOM}:own_checkpoints", directory / f"kept{k}", k)
+            for k in (0, 1)
+        ),
     ]
-    return folder, values_of_each(2, *calls)
+    return directory, values_of_each(2, *calls)
 
 
 def test_the_chief_writes_and_all_restore(job):
-    folder, ((first, second), *_) = job
+    directory, ((first, second), *_) = job
     for name in ("history", "rest", "weights", "again"):
         assert first[name] == second[name]
-    assert (folder / "0.keras").exists()
-    assert not (folder / "1.keras").exists()
+    assert (directory / "0.keras").exists()
+    assert not (directory / "1.keras").exists()
     # A subclass is called in all processes.
     assert first["rows"] == second["rows"] == 21
-    assert (folder / "own_0.keras").exists()
-    assert (folder / "own_1.keras").exists()
-    lines = (folder / "log.csv").read_text().splitlines()
+    assert (directory / "own_0.keras").exists()
+    assert (directory / "own_1.keras").exists()
+    lines = (directory / "log.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in lines] == ["epoch", *"0123"]
     # The epochs after the interruption, and no others, were run again.
     assert len(first["rest"]["loss"]) == 2
@@ -45,12 +48,12 @@ def test_the_chief_writes_and_all_restore(job):
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_one_process_of_a_job_keeps_its_own(job, index):
-    folder, (_, *values) = job
+    directory, (_, *values) = job
     value = values[index][index]
     if index == 1:
         assert "Received: variables of the processes" in value
         assert "[1]" in value
-        assert not (folder / "kept1").exists()
+        assert not (directory / "kept1").exists()
         return
     trained, again, best = value
     assert again == trained

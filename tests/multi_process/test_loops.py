@@ -28,13 +28,13 @@ FEW = ["arrays", "generator", "tf.data"], CASES[2:3]
 def found(tmp_path_factory):
     """What wrong data, the loops, a model with states and steps of own rows
     give in each of two processes."""
-    folder, other = map(tmp_path_factory.mktemp, ("own", "wrong"))
-    own_rows.write_files(folder)
+    directory, other = map(tmp_path_factory.mktemp, ("own", "wrong"))
+    own_rows.write_files(directory)
     calls = (
         (test_bad_input.TARGET, other, test_bad_input.FEW),
         (TARGET, *FEW),
         ("multi_process.scenarios:stateful",),
-        (test_own_batches.TARGET, folder, test_own_batches.FEW),
+        (test_own_batches.TARGET, directory, test_own_batches.FEW),
     )
     return values_of_each(2, *calls, devices=1, uses=["tensorflow"])
 

@@ -81,17 +81,18 @@ class Job:
     """A job that is killed.
 
     Args:
-      folder: The folder of the job, which the processes' command lines contain.
+      directory: The directory of the job, which the processes' command lines
+        contain.
     """
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, directory):
+        self.directory = directory
         self.start()
 
     def start(self):
         options = ("--max-restarts", "99")
         self.launcher = launch(
-            self.folder, COUNT, *options, epochs=EPOCHS, script="faulty"
+            self.directory, COUNT, *options, epochs=EPOCHS, script="faulty"
         )
 
     def start_again(self):
@@ -102,13 +103,13 @@ class Job:
         """Prepares a fault, while no process of the job runs."""
         if fault.place == "cache":
             # Only programs that are not in the cache are written.
-            forget_programs(self.folder.parent)
+            forget_programs(self.directory.parent)
         if fault.place in ("save", "cache"):
             stop = dataclasses.asdict(fault)
             del stop["victim"]
-            new = self.folder / "fault.new"
+            new = self.directory / "fault.new"
             new.write_text(json.dumps(stop))
-            new.rename(self.folder / "fault.json")
+            new.rename(self.directory / "fault.json")
 
     def strike(self, fault):
         """Waits for the place of a fault; kills its victim and no other."""
@@ -122,27 +123,27 @@ class Job:
         assert self.launcher.poll() is None, "the job has ended"
         os.kill(*victim, signal.SIGKILL)
         if fault.place in ("save", "cache"):
-            pid, where = (self.folder / "reached").read_text().split(" ", 1)
+            pid, where = (self.directory / "reached").read_text().split(" ", 1)
             assert int(pid) == pids[0]
             print(f"Stopped in {where}")
-            (self.folder / "fault.json").unlink()
-            (self.folder / "reached").unlink()
+            (self.directory / "fault.json").unlink()
+            (self.directory / "reached").unlink()
         wait_until(lambda: not any(map(is_running, pids)), END_S)
         if fault.victim == "launcher":
             assert self.launcher.wait() == -signal.SIGKILL
-            assert find_processes(self.folder) == []
+            assert find_processes(self.directory) == []
 
     def wait_for(self, fault):
         if fault.place == "steps":
-            number = count_steps(self.folder) + fault.number
-            wait_for_steps(self.folder, number, self.launcher)
+            number = count_steps(self.directory) + fault.number
+            wait_for_steps(self.directory, number, self.launcher)
             time.sleep(0.1 * fault.share)
             return
         wait_until(lambda: len(find_children(self.launcher)) == COUNT, START_S)
         if fault.place == "start":
             time.sleep(8.0 * fault.share)
         else:
-            reached = self.folder / "reached"
+            reached = self.directory / "reached"
             wait_until(
                 lambda: reached.exists() or self.launcher.poll() is not None,
                 START_S,
@@ -158,58 +159,58 @@ def is_running(pid):
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def find_processes(folder):
-    """Finds the processes with a folder in their command line."""
+def find_processes(directory):
+    """Finds the processes with a directory in their command line."""
     pids = []
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if str(folder) in path.read_text(errors="replace"):
+            if str(directory) in path.read_text(errors="replace"):
                 pids.append(int(path.parent.name))
         except (FileNotFoundError, ProcessLookupError):
             continue
     return pids
 
 
-def list_programs(folder, ending="-cache"):
-    return sorted((folder / CACHE).glob(f"keras_strategies/jax-*/*{ending}"))
+def list_programs(directory, ending="-cache"):
+    return sorted((directory / CACHE).glob(f"keras_strategies/jax-*/*{ending}"))
 
 
-def forget_programs(folder):
+def forget_programs(directory):
     """Deletes those programs that are complete."""
-    for program in list_programs(folder):
+    for program in list_programs(directory):
         time = program.with_name(f"{program.name[:-6]}-atime")
         if time.exists():
             program.unlink()
             time.unlink()
 
 
-def check_cache(folder):
+def check_cache(directory):
     """Checks that all programs are complete and have a time of use."""
-    programs = list_programs(folder)
+    programs = list_programs(directory)
     expected = {".lockfile"}
     for program in programs:
         key = program.name.removesuffix("-cache")
         expected |= {f"{key}-cache", f"{key}-atime"}
         compilation_cache.decompress_executable(program.read_bytes())
-    assert {path.name for path in list_programs(folder, "")} == expected
+    assert {path.name for path in list_programs(directory, "")} == expected
     assert programs
 
 
-def check_checkpoints(folder):
+def check_checkpoints(directory):
     """Checks that the directory has good checkpoints, and nothing besides."""
-    kept = {path.name for path in folder.iterdir()}
+    kept = {path.name for path in directory.iterdir()}
     steps = {name for name in kept if name.isdecimal()}
     assert len(steps) == 5
     assert kept - steps == {".lock", ".run_report_step", "run_report.json"}
-    assert all((folder / step / "manifest.json").exists() for step in steps)
+    assert all((directory / step / "manifest.json").exists() for step in steps)
 
 
 def test_thirty_faults_at_random_places(tmp_path):
-    folder = tmp_path / "killed"
+    directory = tmp_path / "killed"
     whole = launch(tmp_path / "whole", COUNT, epochs=EPOCHS)
     expected, _ = finish(whole, tmp_path / "whole")
     faults = draw(random.Random(SEED))
-    job = Job(folder)
+    job = Job(directory)
     try:
         for fault in faults:
             since = time.monotonic()
@@ -218,17 +219,17 @@ def test_thirty_faults_at_random_places(tmp_path):
             job.strike(fault)
             print(f"{time.monotonic() - since:.1f} s: {fault}", flush=True)
         job.start_again()
-        found, log = finish(job.launcher, folder)
+        found, log = finish(job.launcher, directory)
     except BaseException:
-        print((folder / "log").read_text()[-5000:])
+        print((directory / "log").read_text()[-5000:])
         raise
     finally:
         job.launcher.kill()
         job.launcher.wait()
     np.testing.assert_array_equal(found, expected)
-    check_report(folder, EPOCHS * 10)
-    check_checkpoints(folder / "checkpoints")
-    assert find_processes(folder) == []
+    check_report(directory, EPOCHS * 10)
+    check_checkpoints(directory / "checkpoints")
+    assert find_processes(directory) == []
     assert "ompilation cache" not in log
     check_cache(tmp_path)
     # A run after all faults caches its programs.

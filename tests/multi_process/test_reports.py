@@ -15,15 +15,15 @@ ROOM = "multi_process.reports"
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """A folder, and what the functions return in the two processes."""
-    folder = tmp_path_factory.mktemp("job")
-    calls = [(f"{ROOM}:slow_input", folder), (f"{ROOM}:slow_callback",)]
-    return folder, values_of_each(2, *calls, devices=1)
+    """A directory, and what the functions return in the two processes."""
+    directory = tmp_path_factory.mktemp("job")
+    calls = [(f"{ROOM}:slow_input", directory), (f"{ROOM}:slow_callback",)]
+    return directory, values_of_each(2, *calls, devices=1)
 
 
 @pytest.mark.slow
 def test_slow_input_of_one_process_is_named(job):
-    folder, ((chief, other), _) = job
+    directory, ((chief, other), _) = job
     figures = chief["figures"]
     found = figures["processes"]
     assert found["count"] == 2
@@ -38,16 +38,16 @@ def test_slow_input_of_one_process_is_named(job):
         chief["printed"].split()
     )
     assert other["printed"] == ""
-    written = json.loads((folder / "run_report.json").read_text())
+    written = json.loads((directory / "run_report.json").read_text())
     assert written["starts"][0]["figures"] == figures
     assert written["num_steps"] == STEPS
 
 
 @pytest.mark.slow
 def test_each_process_traces_the_same_steps(job):
-    folder, _ = job
+    directory, _ = job
     for process in range(2):
-        traces = folder / "profile" / f"process_{process}"
+        traces = directory / "profile" / f"process_{process}"
         (path,) = traces.glob("**/*.trace.json.gz")
         with gzip.open(path) as file:
             events = json.load(file)["traceEvents"]

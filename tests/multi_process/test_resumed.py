@@ -25,23 +25,23 @@ NAMES = list(resumed.SOURCES)
 slow = pytest.mark.slow
 
 
-def run(folder, processes, devices, *, sources=NAMES, parts=({},), **told):
+def run(directory, processes, devices, *, sources=NAMES, parts=({},), **told):
     """Runs a job; returns how it ended, and what the fits of each part gave."""
-    folder.mkdir(exist_ok=True)
-    words = {"folder": str(folder), "sources": sources, "seed": 1} | told
-    words["parts"] = [{"folder": str(folder)} | part for part in parts]
+    directory.mkdir(exist_ok=True)
+    words = {"directory": str(directory), "sources": sources, "seed": 1} | told
+    words["parts"] = [{"directory": str(directory)} | part for part in parts]
     ended = launch(processes, devices, "resumed", json.dumps(words), FLAGS)
-    found = [outcomes(pathlib.Path(p["folder"])) for p in words["parts"]]
+    found = [outcomes(pathlib.Path(p["directory"])) for p in words["parts"]]
     if "point" not in told:
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert all(set(outcome) == set(sources) for outcome in found)
     return ended, *found
 
 
-def outcomes(folder):
+def outcomes(directory):
     return {
         path.parent.name: json.loads(path.read_text())
-        for path in folder.glob("*/outcome.json")
+        for path in directory.glob("*/outcome.json")
     }
 
 
@@ -59,22 +59,22 @@ def check_whole(whole):
         assert rates[-1] < rates[0]
 
 
-def kill(folder, processes, devices, point, order):
+def kill(directory, processes, devices, point, order):
     """Runs a job that is killed while it trains with the last source."""
-    ended, done = run(folder, processes, devices, sources=order, point=point)
+    ended, done = run(directory, processes, devices, sources=order, point=point)
     said = ended.stdout + ended.stderr
     assert not done, said
     assert "was killed by SIGKILL" in said
     for name in order[:-1]:
         assert f"{name} was interrupted" in said
-    partial = list(folder.glob(f"{order[-1]}/kept/*orbax-checkpoint-tmp*"))
+    partial = list(directory.glob(f"{order[-1]}/kept/*orbax-checkpoint-tmp*"))
     assert partial or point != "while arrays are written"
 
 
 @pytest.mark.slow
 def test_a_job_killed_while_it_saves_goes_on(tmp_path):
     kill(tmp_path, 1, 4, "while arrays are written", ["numpy"])
-    other = {"folder": str(tmp_path / "whole"), "seed": 1}
+    other = {"directory": str(tmp_path / "whole"), "seed": 1}
     parts = [{"seed": 7}, other]
     _, ours, whole = run(tmp_path, 1, 4, sources=["numpy"], parts=parts)
     check_whole(whole)
@@ -87,13 +87,13 @@ def test_a_job_killed_anywhere_goes_on(processes, devices, tmp_path):
     _, whole = run(tmp_path / "whole", processes, devices)
     check_whole(whole)
     for number, point in enumerate(resumed.POINTS):
-        folder = tmp_path / str(number)
+        directory = tmp_path / str(number)
         # Another one is the last, which is killed.
         turn = number % len(NAMES)
         order = NAMES[turn:] + NAMES[:turn]
-        kill(folder, processes, devices, point, order)
+        kill(directory, processes, devices, point, order)
         _, ours = run(
-            folder, processes, devices, sources=order, seed=7 + number
+            directory, processes, devices, sources=order, seed=7 + number
         )
         assert_same(ours, whole)
         print(f"{processes} x {devices}, {point}: {len(ours)} equal")

@@ -63,8 +63,8 @@ def test_cores_and_replicas_of_two_processes_divide(optimizer, shards):
     check(optimizer, 2, 4, shards, cores=2)
 
 
-def test_files_and_checkpoints(found, folder):
-    compare_files(found["saved"], folder)
+def test_files_and_checkpoints(found, directory):
+    compare_files(found["saved"], directory)
 
 
 @pytest.mark.slow
@@ -72,27 +72,27 @@ def test_files_and_checkpoints_divided_within_processes(tmp_path):
     compare_files(values_of(f"{ROOM}:saved", 2, tmp_path, None), tmp_path)
 
 
-def compare_files(values, folder):
+def compare_files(values, directory):
     first, second = values
     assert first == second
     # Of one process without a strategy.
-    model = keras.saving.load_model(folder / "model.keras")
+    model = keras.saving.load_model(directory / "model.keras")
     for got, want in zip(model.get_weights(), first, strict=True):
         np.testing.assert_array_equal(got, np.asarray(want, "float32"))
-    assert (folder / "best.keras").exists()
+    assert (directory / "best.keras").exists()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def directory(tmp_path_factory):
     return tmp_path_factory.mktemp("saved")
 
 
 @pytest.fixture(scope="module")
-def found(folder):
+def found(directory):
     """By the name of a function: what it returns in each of two processes."""
     calls = {
-        "saved": (folder, 4),
-        "saved_at_once": (folder,),
+        "saved": (directory, 4),
+        "saved_at_once": (directory,),
         "fitted": ("sgd", 4, 8, 1),
         "looped": (4,),
         "large": (64,),

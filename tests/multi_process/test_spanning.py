@@ -22,16 +22,16 @@ TARGET = "multi_process.spanning:everything"
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """What two processes find and are refused, with four devices each."""
-    folder = tmp_path_factory.mktemp("job")
-    write_files(folder)
-    calls = (TARGET, 2, folder), ("multi_process.spanning:errors", 2)
+    directory = tmp_path_factory.mktemp("job")
+    write_files(directory)
+    calls = (TARGET, 2, directory), ("multi_process.spanning:errors", 2)
     return values_of_each(2, *calls, devices=4, uses=["tensorflow"])
 
 
-def write_files(folder):
+def write_files(directory):
     for k in range(8):
         lines = (f"{row}\n" for row in ROWS if row // 10 == k)
-        (folder / f"{k}.txt").write_text("".join(lines))
+        (directory / f"{k}.txt").write_text("".join(lines))
 
 
 def test_equals_one_device(job):

@@ -27,9 +27,9 @@ PROBLEMS = [
 ]
 
 
-def start(folder, seed):
+def start(directory, seed):
     told = {
-        "folder": str(folder),
+        "directory": str(directory),
         "sources": ["numpy"],
         "seed": seed,
         "epochs": EPOCHS,
@@ -38,7 +38,7 @@ def start(folder, seed):
     }
     words = ["-m", "keras_strategies.cli", "launch", "--processes", "2"]
     words += ["--devices-per-process", "1", "-m", "tests.multi_process.resumed"]
-    with open(folder / "log", "ab") as log:
+    with open(directory / "log", "ab") as log:
         return subprocess.Popen(
             [sys.executable, *words, json.dumps(told)],
             cwd=ROOT,
@@ -48,46 +48,46 @@ def start(folder, seed):
         )
 
 
-def said(folder, process):
+def said(directory, process):
     """(What, step, process's id) of each line."""
-    path = folder / "numpy" / f"steps.{process}"
+    path = directory / "numpy" / f"steps.{process}"
     text = path.read_text() if path.exists() else ""
     lines = re.findall(r"^(.*) (\d+) of (\d+)$", text, re.M)
     return [(what, int(step), int(pid)) for what, step, pid in lines]
 
 
-def wait_for(folder, process, step, job):
+def wait_for(directory, process, step, job):
     """Returns the id of a process that has done a step."""
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end and job.poll() is None:
-        *_, last = [("", 0, 0), *said(folder, process)]
+        *_, last = [("", 0, 0), *said(directory, process)]
         if last[1] >= step:
             return last[2]
         time.sleep(0.01)
-    raise AssertionError((folder / "log").read_text()[-4000:])
+    raise AssertionError((directory / "log").read_text()[-4000:])
 
 
-def steps_of_last_process(folder, process):
-    lines = said(folder, process)
+def steps_of_last_process(directory, process):
+    lines = said(directory, process)
     return [line for line in lines if line[2] == lines[-1][2]]
 
 
 @pytest.mark.slow
 def test_a_supervised_run_is_the_one_that_nothing_happened_to(tmp_path):
-    folder = tmp_path / "problems"
-    folder.mkdir()
+    directory = tmp_path / "problems"
+    directory.mkdir()
     stopped, job = None, None
     try:
         # The first process draws what the run's order comes from, seeded as
         # the run that it is compared with; what others would draw is no matter.
         for seed, (sent, process, step, code) in enumerate(PROBLEMS, start=1):
-            job = start(folder, seed)
-            pid = wait_for(folder, process, step, job)
+            job = start(directory, seed)
+            pid = wait_for(directory, process, step, job)
             os.kill(pid, signal.Signals[sent])
             stopped = pid if sent == "SIGSTOP" else None
             ended = job.wait(LIMIT_S)
-            log = (folder / "log").read_text()
-            last = [steps_of_last_process(folder, p) for p in (0, 1)]
+            log = (directory / "log").read_text()
+            last = [steps_of_last_process(directory, p) for p in (0, 1)]
             print(sent, process, ended, [lines[-1] for lines in last])
             if stopped is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -95,7 +95,7 @@ def test_a_supervised_run_is_the_one_that_nothing_happened_to(tmp_path):
             done = max(lines[-1][1] for lines in last)
             newest = max(
                 int(path.parent.name)
-                for path in folder.glob("numpy/kept/*/manifest.json")
+                for path in directory.glob("numpy/kept/*/manifest.json")
             )
             assert ended == code, log
             if sent == "SIGTERM":
@@ -105,19 +105,19 @@ def test_a_supervised_run_is_the_one_that_nothing_happened_to(tmp_path):
                 assert len(told) == 2, log
             else:
                 assert done - EVERY <= newest <= done, log
-        job = start(folder, seed=9)
-        assert job.wait(LIMIT_S) == 0, (folder / "log").read_text()
+        job = start(directory, seed=9)
+        assert job.wait(LIMIT_S) == 0, (directory / "log").read_text()
     finally:
         if job is not None and job.poll() is None:
             job.terminate()
             job.wait()
     # It went on, each time, from where it is said to have been.
-    begun = [line for line in said(folder, 0) if line[0] == "goes on"]
+    begun = [line for line in said(directory, 0) if line[0] == "goes on"]
     assert len({pid for *_, pid in begun}) == len(PROBLEMS)
     _, whole = test_resumed.run(
         tmp_path / "whole", 2, 1, sources=["numpy"], epochs=EPOCHS, every=EVERY
     )
-    test_resumed.assert_same(test_resumed.outcomes(folder), whole)
+    test_resumed.assert_same(test_resumed.outcomes(directory), whole)
 
 
 @pytest.mark.slow

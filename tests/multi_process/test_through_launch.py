@@ -33,15 +33,15 @@ def launch(processes, devices, module, argument, flags=""):
     )
 
 
-def launched(folder, processes, devices):
+def launched(directory, processes, devices):
     """What each process found."""
-    folder.mkdir()
+    directory.mkdir()
     start = time.monotonic()
-    ended = launch(processes, devices, "through_launch", folder)
+    ended = launch(processes, devices, "through_launch", directory)
     seconds = time.monotonic() - start
     print(f"{processes} x {devices}: {seconds:.1f} s")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    paths = [folder / f"{process}.json" for process in range(processes)]
+    paths = [directory / f"{process}.json" for process in range(processes)]
     return [json.loads(path.read_text()) for path in paths]
 
 

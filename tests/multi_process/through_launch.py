@@ -1,7 +1,7 @@
-"""What test_through_launch.py starts: `python -m ... FOLDER`.
+"""What test_through_launch.py starts: `python -m ... DIRECTORY`.
 
 Trains in all ways, as a user's script would, and writes the numbers of this
-process to the folder.
+process to the directory.
 """
 
 import json

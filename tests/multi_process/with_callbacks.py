@@ -34,24 +34,24 @@ class Predicting(keras.callbacks.ModelCheckpoint):
         super().on_epoch_end(epoch, logs)
 
 
-def files(folder):
+def files(directory):
     """Checkpoints, logs, and a backup that a second fit goes on from."""
     strategy = ks.MultiWorkerMirroredStrategy()
-    folder = pathlib.Path(folder)
+    directory = pathlib.Path(directory)
     x, y = data(21)
-    own = folder / f"{jax.process_index()}.keras"
+    own = directory / f"{jax.process_index()}.keras"
     callbacks = [
         keras.callbacks.ModelCheckpoint(own),
-        keras.callbacks.CSVLogger(folder / "log.csv"),
+        keras.callbacks.CSVLogger(directory / "log.csv"),
         keras.callbacks.EarlyStopping(monitor="loss", patience=50),
-        Predicting(folder / f"own_{jax.process_index()}.keras", x),
+        Predicting(directory / f"own_{jax.process_index()}.keras", x),
     ]
     given = {"batch_size": SIZE, "shuffle": False, "verbose": 0}
     whole = build(strategy)
     whole.build((None, 3))
     history = whole.fit(x, y, epochs=4, callbacks=callbacks, **given).history
     backup = keras.callbacks.BackupAndRestore(
-        folder / "backup", delete_checkpoint=False
+        directory / "backup", delete_checkpoint=False
     )
     model = build(strategy)
     model.build((None, 3))
@@ -62,11 +62,13 @@ def files(folder):
     rest = again.fit(x, y, epochs=4, callbacks=[backup], **given).history
     assert_replicated(again)
     assert type(backup) is keras.callbacks.BackupAndRestore
-    # Of a folder that not all processes see.
-    lonely = keras.callbacks.BackupAndRestore(folder / str(jax.process_index()))
+    # Of a directory that not all processes see.
+    lonely = keras.callbacks.BackupAndRestore(
+        directory / str(jax.process_index())
+    )
     if jax.process_index() == 0:
-        (folder / "0").mkdir()
-        again.save_weights(folder / "0" / "latest.weights.h5")
+        (directory / "0").mkdir()
+        again.save_weights(directory / "0" / "latest.weights.h5")
     try:
         again.fit(x, y, callbacks=[lonely], **given)
         refused = ""
@@ -91,7 +93,7 @@ class Lines(logging.Handler):
         self.num_lines += 1
 
 
-def scalars(folder):
+def scalars(directory):
     """Event files of a fit with validation, and a line every three steps."""
     strategy = ks.MultiWorkerMirroredStrategy()
     x, y = data(21)
@@ -107,7 +109,7 @@ def scalars(folder):
     )
     with strategy.scope():
         model.compile(keras.optimizers.SGD(rates), "mse")
-    callback = ks.callbacks.Scalars(folder, every_n_steps=3)
+    callback = ks.callbacks.Scalars(directory, every_n_steps=3)
     history = model.fit(
         x,
         y,
@@ -125,7 +127,7 @@ def scalars(folder):
     }
 
 
-def own_checkpoints(folder, index):
+def own_checkpoints(directory, index):
     """A strategy of one process of a job keeps what it trains."""
     if jax.process_index() != index:
         return None
@@ -138,13 +140,15 @@ def own_checkpoints(folder, index):
     given = {"batch_size": SIZE, "shuffle": False, "verbose": 0}
     try:
         model.fit(
-            x, y, callbacks=[ks.callbacks.Checkpoint(folder), best], **given
+            x, y, callbacks=[ks.callbacks.Checkpoint(directory), best], **given
         )
     except ValueError as error:
         return str(error)
     again = build(strategy)
     again.build((None, 3))
     best.best_weights = None
-    again.fit(x, y, callbacks=[ks.callbacks.Checkpoint(folder), best], **given)
+    again.fit(
+        x, y, callbacks=[ks.callbacks.Checkpoint(directory), best], **given
+    )
     found = (model.get_weights(), again.get_weights(), best.best_weights)
     return [[lists(weight) for weight in weights] for weights in found]

@@ -11,16 +11,16 @@ import keras_strategies  # noqa: F401
 from keras_strategies.names import versions
 from tests.test_import import run_python
 
-# Packages of a folder, as an installer leaves them, that nothing imports.
+# Packages of a directory, as an installer leaves them, that nothing imports.
 FAKE = """
 import pathlib, sys, tempfile
-folder = pathlib.Path(tempfile.mkdtemp())
+directory = pathlib.Path(tempfile.mkdtemp())
 for package, name, text in {files!r}:
-    path = folder / package / name
+    path = directory / package / name
     path.parent.mkdir(parents=True)
-    (folder / package / "__init__.py").write_text("raise SystemExit(9)")
+    (directory / package / "__init__.py").write_text("raise SystemExit(9)")
     path.write_text(text)
-sys.path.insert(0, str(folder))
+sys.path.insert(0, str(directory))
 import keras_strategies
 assert not {{"jax", "keras"}} & set(sys.modules)
 print("imported")

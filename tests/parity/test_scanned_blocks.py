@@ -200,10 +200,10 @@ def test_a_run_resumes_with_and_without_the_loop(is_first_scanned, tmp_path):
     _, x, y = MODELS["encoder"]
     given = {"batch_size": 8, "verbose": 0, "shuffle": False}
 
-    def run(epochs, folder, *, is_scanned):
+    def run(epochs, directory, *, is_scanned):
         with strategy_of(2, is_sharded=True).scope():
             model = compiled("encoder", is_scanned=is_scanned)
-        kept = ks.callbacks.Checkpoint(tmp_path / folder)
+        kept = ks.callbacks.Checkpoint(tmp_path / directory)
         model.fit(x, y, **given, epochs=epochs, callbacks=[kept])
         return [np.asarray(v) for v in model.variables]
 

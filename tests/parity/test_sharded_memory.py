@@ -29,10 +29,10 @@ def built(width, depth):
         model.optimizer.build(model.trainable_variables)
     return model
 
-def saved(model, folder):
+def saved(model, directory):
     parts = {"model": model, "optimizer": model.optimizer}
     checkpoint = ks.checkpoint.Checkpoint(**parts)
-    return ks.checkpoint.CheckpointManager(checkpoint, folder, keep=1)
+    return ks.checkpoint.CheckpointManager(checkpoint, directory, keep=1)
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -66,15 +66,15 @@ def measured(work):
     most["resident"] = max(most["resident"], resident())
     return result, [most["resident"] - start, held()]
 
-with tempfile.TemporaryDirectory() as folder:
-    manager = saved(built(64, 2), folder)
+with tempfile.TemporaryDirectory() as directory:
+    manager = saved(built(64, 2), directory)
     manager.save()
     manager.restore_or_initialize()
 threading.Thread(target=watch, daemon=True).start()
 report = {}
 model, report["build"] = measured(lambda: built(2048, 12))
-with tempfile.TemporaryDirectory() as folder:
-    manager = saved(model, folder)
+with tempfile.TemporaryDirectory() as directory:
+    manager = saved(model, directory)
     _, report["save"] = measured(manager.save)
     _, report["restore"] = measured(manager.restore_or_initialize)
 rows = np.zeros((16, 2048), "float32")

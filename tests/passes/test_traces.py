@@ -16,11 +16,11 @@ from keras_strategies.passes import traces
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
-def test_installed_packages_are_not_libraries(folder):
-    """They may lie below the folder of Python's own modules."""
+@pytest.mark.parametrize("directory", ["site-packages", "dist-packages"])
+def test_installed_packages_are_not_libraries(directory):
+    """They may lie below the directory of Python's own modules."""
     own = os.path.dirname(functools.__file__)
-    assert traces._find_maker(os.path.join(own, folder, "mine", "loss.py"))
+    assert traces._find_maker(os.path.join(own, directory, "mine", "loss.py"))
     assert traces._find_maker("/anywhere/train.py")
     assert traces._find_maker(functools.__file__) is None
 

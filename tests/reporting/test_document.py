@@ -43,9 +43,9 @@ model.fit(x, x[:, :1], batch_size=2, epochs=2, verbose=0, callbacks=[
 """
 
 
-def run(folder, kill_at):
+def run(directory, kill_at):
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), str(kill_at)],
+        [sys.executable, "-c", SCRIPT, str(directory), str(kill_at)],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         timeout=300,
         capture_output=True,
@@ -184,10 +184,10 @@ def test_control_characters_of_a_file_are_escaped(tmp_path, capsys):
 
 
 class Copies:
-    """Copies of a folder, as processes leave it that are killed in writes."""
+    """Copies of a directory, as processes killed in writes leave it."""
 
-    def __init__(self, folder, copies, monkeypatch):
-        self.folder, self.copies, self.names = folder, copies, []
+    def __init__(self, directory, copies, monkeypatch):
+        self.directory, self.copies, self.names = directory, copies, []
         monkeypatch.setattr(files.os, "replace", self.around(os.replace))
         monkeypatch.setattr(StepFile, "write", self.around(StepFile.write))
 
@@ -201,7 +201,7 @@ class Copies:
 
     def copy(self):
         name = str(len(self.names))
-        shutil.copytree(self.folder, self.copies / name)
+        shutil.copytree(self.directory, self.copies / name)
         self.names.append(name)
 
 
@@ -233,12 +233,12 @@ PROBLEMS = """
 import errno, os, pathlib, resource, sys
 from keras_strategies.reporting.document import STEP_NAME, StepFile, read_step
 
-folder, problem = sys.argv[1:]
-path = os.path.join(folder, STEP_NAME)
+directory, problem = sys.argv[1:]
+path = os.path.join(directory, STEP_NAME)
 if problem == "full":
     # As on a full disk, no byte can be added to a file.
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-if problem == "folder":
+if problem == "directory":
     os.mkdir(path)
 if problem == "pipe":
     os.mkfifo(path)
@@ -246,16 +246,16 @@ if problem == "read-only":
     def fail(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
     pathlib.Path.open = fail
-file = StepFile(folder, 5, 0)
+file = StepFile(directory, 5, 0)
 file.write(1)
 if problem == "cut":
     os.truncate(path, 0)
-    assert read_step(folder, 5) is None
+    assert read_step(directory, 5) is None
 file.write(2)
 if problem == "broken disk":
     os.close(file._file.fileno())
     file.write(3)
-print(read_step(folder, 5))
+print(read_step(directory, 5))
 file.close()
 """
 
@@ -265,7 +265,7 @@ file.close()
     [
         ("cut", 2),
         ("full", None),
-        ("folder", None),
+        ("directory", None),
         ("pipe", 2),
         ("read-only", None),
         ("broken disk", 2),

@@ -35,10 +35,10 @@ def fit(callbacks=(), epochs=1, **options):
     return model
 
 
-def events_in(folder):
+def events_in(directory):
     """The annotations of a process's trace, by name."""
     (path,) = glob.glob(
-        f"{folder}/process_0/**/*.trace.json.gz", recursive=True
+        f"{directory}/process_0/**/*.trace.json.gz", recursive=True
     )
     with gzip.open(path) as file:
         found = json.load(file)["traceEvents"]
@@ -49,8 +49,8 @@ def events_in(folder):
     }
 
 
-def steps_in(folder):
-    return [int(e["args"]["step_num"]) for e in events_in(folder)["train"]]
+def steps_in(directory):
+    return [int(e["args"]["step_num"]) for e in events_in(directory)["train"]]
 
 
 def test_the_steps_are_traced_with_their_phases(tmp_path, capsys):

@@ -1,7 +1,7 @@
 """A SLURM cluster of two virtual nodes on this machine, for one test module.
 
 Its daemons are Debian's (slurm-wlm, munge); keys, state and logs lie in a
-folder of the test's own. The nodes are named by loopback addresses, so that
+directory of the test's own. The nodes are named by loopback addresses, so that
 their names resolve.
 """
 
@@ -29,12 +29,12 @@ SlurmctldPort={control}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock
+AuthInfo=socket={directory}/munge.sock
 CredType=cred/munge
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool-%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd-%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
@@ -87,29 +87,29 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def slurm_cluster(folder, **environ):
-    """Starts the daemons in `folder`, and ends them."""
-    folder = pathlib.Path(folder)
-    (folder / "state").mkdir()
-    key = folder / "munge.key"
+def slurm_cluster(directory, **environ):
+    """Starts the daemons in `directory`, and ends them."""
+    directory = pathlib.Path(directory)
+    (directory / "state").mkdir()
+    key = directory / "munge.key"
     key.touch(0o600)
     key.write_bytes(os.urandom(256))
     host = socket.gethostname().partition(".")[0]
     control, *ports = find_free_ports(1 + len(NODES))
     text = CONFIGURATION.format(
-        host=host, control=control, user=getpass.getuser(), folder=folder
+        host=host, control=control, user=getpass.getuser(), directory=directory
     )
-    has_gpus = _pretend_gpus(folder)
+    has_gpus = _pretend_gpus(directory)
     text += "GresTypes=gpu\n" * has_gpus
     for name, port in zip(NODES, ports, strict=True):
         text += NODE.format(name, host, port)
         text += f" Gres=gpu:{GPUS}" * has_gpus + "\n"
-    configuration = folder / "slurm.conf"
+    configuration = directory / "slurm.conf"
     configuration.write_text(text)
     environ = os.environ | {"SLURM_CONF": str(configuration)} | environ
     cluster = Cluster(environ, has_gpus)
     files = [
-        f"--{name}={folder}/munge.{end}"
+        f"--{name}={directory}/munge.{end}"
         for name, end in (
             ("key-file", "key"),
             ("socket", "sock"),
@@ -121,19 +121,19 @@ def slurm_cluster(folder, **environ):
     with contextlib.ExitStack() as stack:
 
         def start(name, *words):
-            log = stack.enter_context(open(folder / f"{name}.out", "ab"))
+            log = stack.enter_context(open(directory / f"{name}.out", "ab"))
             process = subprocess.Popen(
                 [find(name), *words], env=environ, stdout=log, stderr=log
             )
             stack.callback(_end, process)
 
         start("munged", "--foreground", "--force", *files)
-        assert cluster.wait((folder / "munge.sock").exists, LIMIT_S)
+        assert cluster.wait((directory / "munge.sock").exists, LIMIT_S)
         start("slurmctld", "-D", "-f", str(configuration))
         for name in NODES:
             start("slurmd", "-D", "-N", name, "-f", str(configuration))
         assert cluster.wait(lambda: _are_idle(cluster), LIMIT_S), [
-            path.read_text() for path in folder.glob("*.out")
+            path.read_text() for path in directory.glob("*.out")
         ]
         yield cluster
         # Before the daemons go: nothing of a job is left behind.
@@ -141,22 +141,22 @@ def slurm_cluster(folder, **environ):
         cluster.wait(lambda: not cluster.call("squeue", "-h"), LIMIT_S)
 
 
-def _pretend_gpus(folder):
+def _pretend_gpus(directory):
     """Makes the nodes' device files; whether this user may."""
     lines = []
     for name in NODES:
-        (folder / name).mkdir()
-        files = [folder / name / f"nvidia{index}" for index in range(GPUS)]
+        (directory / name).mkdir()
+        files = [directory / name / f"nvidia{index}" for index in range(GPUS)]
         for index, file in enumerate(files):
             try:
                 # Numbers of NVIDIA's driver, which is not there.
                 os.mknod(file, 0o20666, os.makedev(195, index))
             except PermissionError:
                 return False
-        names = f"{folder / name}/nvidia[0-{GPUS - 1}]"
+        names = f"{directory / name}/nvidia[0-{GPUS - 1}]"
         flags = "Name=gpu Flags=nvidia_gpu_env"
         lines.append(f"NodeName={name} {flags} File={names}\n")
-    (folder / "gres.conf").write_text("".join(lines))
+    (directory / "gres.conf").write_text("".join(lines))
     return True
 
 

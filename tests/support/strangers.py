@@ -1,14 +1,14 @@
-"""Files in the current folder that have the names of modules."""
+"""Files in the current directory that have the names of modules."""
 
 NAMES = ("json", "keras", "jax", "jaxlib", "selectors", "tempfile")
 
 
-def write(folder):
+def write(directory):
     """Writes them; returns the file that each writes if it is imported."""
-    folder.mkdir(exist_ok=True)
-    imported = folder / "imported"
+    directory.mkdir(exist_ok=True)
+    imported = directory / "imported"
     for name in NAMES:
-        (folder / f"{name}.py").write_text(
+        (directory / f"{name}.py").write_text(
             f"open({str(imported)!r}, 'a').write({name!r})\n"
         )
     return imported

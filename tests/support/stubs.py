@@ -9,8 +9,8 @@ In a page, a list is between two comments:
     <!-- names of keras_strategies in spmd.values hooks.merge -->
     <!-- end of names -->
 
-The words after "in" are the modules that define the names, or the folders of
-these modules. Without them, all names of the public module are listed.
+The words after "in" are the modules that define the names, or the directories
+of these modules. Without them, all names of the public module are listed.
 """
 
 import ast

@@ -336,14 +336,14 @@ def test_cloned_and_pickled(trained):
 
 def test_callbacks_of_keras(tmp_path):
     def act(model):
-        folder = tmp_path / str(id(model))
+        directory = tmp_path / str(id(model))
         best = keras.callbacks.ModelCheckpoint(
-            f"{folder}/best.keras", monitor="loss", save_best_only=True
+            f"{directory}/best.keras", monitor="loss", save_best_only=True
         )
         weights = keras.callbacks.ModelCheckpoint(
-            f"{folder}/e{{epoch}}.weights.h5", save_weights_only=True
+            f"{directory}/e{{epoch}}.weights.h5", save_weights_only=True
         )
-        backup = keras.callbacks.BackupAndRestore(f"{folder}/backup")
+        backup = keras.callbacks.BackupAndRestore(f"{directory}/backup")
         stop = keras.callbacks.EarlyStopping(
             "loss", mode="max", patience=1, restore_best_weights=True
         )
@@ -352,9 +352,9 @@ def test_callbacks_of_keras(tmp_path):
         ).history["loss"]
         # It falls, so the first epoch's weights were the best.
         assert len(losses) == 2
-        loaded = keras.saving.load_model(f"{folder}/best.keras")
+        loaded = keras.saving.load_model(f"{directory}/best.keras")
         first = model.get_weights()
-        model.load_weights(f"{folder}/e2.weights.h5")
+        model.load_weights(f"{directory}/e2.weights.h5")
         assert_same(loaded.get_weights(), model.get_weights(), tolerance=0)
         return losses, first, model.get_weights()
 
@@ -419,10 +419,10 @@ def test_a_fit_is_backed_up_and_restored(tmp_path):
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 def test_keras_checkpoints_of_orbax(tmp_path):
     def act(model):
-        folder = str(tmp_path / str(id(model)))
-        callback = keras.callbacks.OrbaxCheckpoint(folder, save_freq=2)
+        directory = str(tmp_path / str(id(model)))
+        callback = keras.callbacks.OrbaxCheckpoint(directory, save_freq=2)
         losses = model.fit(X, Y, epochs=2, callbacks=[callback], **FIT)
-        loaded = keras.saving.load_model(folder)
+        loaded = keras.saving.load_model(directory)
         return losses.history["loss"], values_of(loaded), values_of(model)
 
     ours = compare(act)

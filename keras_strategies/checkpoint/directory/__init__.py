@@ -10,7 +10,8 @@
         <step>.saving*/           left by a killed save
         <step>.deleting-*/        left by a killed deletion
 
-A checkpoint is good if its folder contains exactly the files that its manifest
-lists, with the listed sizes and checksums. A good checkpoint contains no links
-and no pickles, and restoring it reads no files outside of its folder.
+A checkpoint is good if its directory contains exactly the files that its
+manifest lists, with the listed sizes and checksums. A good checkpoint contains
+no links and no pickles, and restoring it reads no files outside of its
+directory.
 """

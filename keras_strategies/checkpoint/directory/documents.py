@@ -23,7 +23,7 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a checkpoint's document: everything except its arrays.
 
     Args:
-      path: The checkpoint's folder.
+      path: The checkpoint's directory.
 
     Returns:
       The document. It always has the key "version". If this is `VERSION`, the

@@ -20,8 +20,8 @@ from keras_strategies.cluster.untrusted import load_json
 
 _MAX_SHOWN = 160
 _FIX = (
-    "This checkpoint is not restored. Use an earlier step, restore this folder "
-    "from a copy, or delete it."
+    "This checkpoint is not restored. Use an earlier step, restore this "
+    "directory from a copy, or delete it."
 )
 
 
@@ -31,9 +31,9 @@ class DamagedCheckpoint(ValueError):
     A damaged checkpoint is never restored.
 
     Attributes:
-      path: The checkpoint's folder; None if unknown.
-      file: The damaged file, relative to `path`; None if the folder itself is
-        damaged or missing.
+      path: The checkpoint's directory; None if unknown.
+      file: The damaged file, relative to `path`; None if the directory itself
+        is damaged or missing.
       problem: A short description of the damage, for a table.
 
     Example:
@@ -71,8 +71,8 @@ def make_damage_error(
     """Makes the error for a damaged checkpoint.
 
     Args:
-      path: The checkpoint's folder.
-      file: The damaged file or folder, relative to `path`; None for `path`
+      path: The checkpoint's directory.
+      file: The damaged file or directory, relative to `path`; None for `path`
         itself.
       problem: A description of the damage, such as "its checksum differs".
       fix: Advice to the user, which ends the message.
@@ -112,31 +112,31 @@ def find_files(path: pathlib.Path) -> dict[str, int]:
     """Finds the files of a checkpoint, except for its manifest.
 
     Args:
-      path: The checkpoint's folder.
+      path: The checkpoint's directory.
 
     Returns:
       The size of each file in bytes, by its name relative to `path`, with `/`
       as the separator.
 
     Raises:
-      DamagedCheckpoint: if the folder contains a link, or anything else that
-        is neither a file nor a folder. The message names it.
+      DamagedCheckpoint: if the directory contains a link, or anything else that
+        is neither a file nor a directory. The message names it.
     """
-    check_folder(path)
+    check_directory(path)
     sizes: dict[str, int] = {}
     with translate_errors(path):
         for name, status in _walk(path):
             if not stat.S_ISREG(status.st_mode):
                 kind = describe_kind(status)
-                problem = f"it is a {kind}, not a file or a folder"
+                problem = f"it is a {kind}, not a file or a directory"
                 raise make_damage_error(path, name, problem)
             if name != MANIFEST:
                 sizes[name] = status.st_size
     return sizes
 
 
-def check_folder(path: pathlib.Path) -> None:
-    """Checks that a path is a folder, and not a link to a folder.
+def check_directory(path: pathlib.Path) -> None:
+    """Checks that a path is a directory, and not a link to a directory.
 
     Raises:
       DamagedCheckpoint: if the path is anything else, or does not exist.
@@ -147,7 +147,7 @@ def check_folder(path: pathlib.Path) -> None:
         raise _make_missing_error(path) from None
     if not stat.S_ISDIR(status.st_mode):
         raise make_damage_error(
-            path, None, f"it is a {describe_kind(status)}, not a folder"
+            path, None, f"it is a {describe_kind(status)}, not a directory"
         )
 
 
@@ -160,8 +160,8 @@ def translate_errors(
     The resulting errors name the checkpoint and the file.
 
     Args:
-      path: The checkpoint's folder.
-      name: The file, relative to `path`; None for the folder itself.
+      path: The checkpoint's directory.
+      name: The file, relative to `path`; None for the directory itself.
 
     Raises:
       DamagedCheckpoint: in place of an OSError that the block raises.
@@ -203,7 +203,7 @@ def load_object(
     """Loads a JSON object of bounded depth from a checkpoint's file.
 
     Args:
-      path: The checkpoint's folder.
+      path: The checkpoint's directory.
       name: The file, relative to `path`.
       max_bytes: The maximum size of the file, in bytes.
       what: A name for the expected content in the error, such as "document".
@@ -229,7 +229,7 @@ def compute_digest(path: pathlib.Path, name: str) -> str:
     """Computes the sha256 of a checkpoint's file, in hexadecimal digits.
 
     Args:
-      path: The checkpoint's folder.
+      path: The checkpoint's directory.
       name: The file, relative to `path`.
 
     Raises:
@@ -241,7 +241,7 @@ def compute_digest(path: pathlib.Path, name: str) -> str:
 
 
 def measure_size(path: pathlib.Path) -> int:
-    """Returns the size of a file, or of all files in a folder, in bytes.
+    """Returns the size of a file, or of all files in a directory, in bytes.
 
     Links are not followed. Files whose size cannot be read, for example because
     they are deleted at the same time, count as 0 bytes.
@@ -257,14 +257,14 @@ def measure_size(path: pathlib.Path) -> int:
 
 
 def flush(path: pathlib.Path) -> None:
-    """Flushes a file's contents, or the list of files in a folder, to disk.
+    """Flushes a file's contents, or the list of files in a directory, to disk.
 
     Raises:
       OSError: if the disk failed or is full.
     """
     try:
         descriptor = os.open(path, NO_LINKS)
-    except PermissionError:  # Windows cannot open folders.
+    except PermissionError:  # Windows cannot open directories.
         return
     try:
         os.fsync(descriptor)
@@ -277,7 +277,7 @@ def flush(path: pathlib.Path) -> None:
 
 
 def _make_missing_error(path: pathlib.Path) -> DamagedCheckpoint:
-    problem = "the folder does not exist"
+    problem = "the directory does not exist"
     step = parse_step(path.name)
     if step is None:
         fix = "It may have been deleted since it was listed. Use another step."
@@ -294,21 +294,21 @@ def _make_missing_error(path: pathlib.Path) -> DamagedCheckpoint:
 
 
 def _walk(path: pathlib.Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yields everything except folders in a folder and its subfolders.
+    """Yields everything in a directory and below, except directories.
 
     Does not follow links. The order is always the same, so that errors are
     reproducible.
     """
-    folders = [""]
+    directories = [""]
     # The list grows during the loop. Recursion is not used because it could
     # exceed Python's limit.
-    for folder in folders:
-        with os.scandir(path / folder) as entries:
+    for directory in directories:
+        with os.scandir(path / directory) as entries:
             ordered = sorted(entries, key=lambda entry: entry.name)
         for entry in ordered:
-            name = f"{folder}/{entry.name}" if folder else entry.name
+            name = f"{directory}/{entry.name}" if directory else entry.name
             status = entry.stat(follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):
-                folders.append(name)
+                directories.append(name)
             else:
                 yield name, status

@@ -85,7 +85,7 @@ class DirectoryLock:
         self._directory = pathlib.Path(directory)
         # Descriptors of the directory and of the file. They are locked, or only
         # open if locks are not supported. None if this lock is not held.
-        self._folder: int | None = None
+        self._directory: int | None = None
         self._file: int | None = None
 
     @property
@@ -132,7 +132,7 @@ class DirectoryLock:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)
-        for descriptor in (self._file, self._folder):
+        for descriptor in (self._file, self._directory):
             if descriptor is not None and fcntl is not None:
                 with contextlib.suppress(OSError):
                     # Closing the descriptor may not be enough to unlock it: a
@@ -165,12 +165,12 @@ class DirectoryLock:
 
     def _lock_once(self) -> bool:
         """Tries once to lock the directory, then the file."""
-        if self._folder is None and fcntl is not None:
-            folder = os.open(self._directory, os.O_RDONLY)
-            if _try_lock(folder, None) is False:
-                os.close(folder)
+        if self._directory is None and fcntl is not None:
+            directory = os.open(self._directory, os.O_RDONLY)
+            if _try_lock(directory, None) is False:
+                os.close(directory)
                 return False
-            self._folder = folder
+            self._directory = directory
         path = self._directory / LOCK
         self._file = _open(path, os.O_RDWR | os.O_CREAT)
         is_taken = _try_lock(self._file, self._directory) is False
@@ -186,19 +186,19 @@ class DirectoryLock:
 
         So a forked child that calls this does not release its parent's lock.
         """
-        for descriptor in (self._file, self._folder):
+        for descriptor in (self._file, self._directory):
             if descriptor is not None:
                 os.close(descriptor)
-        self._file = self._folder = None
+        self._file = self._directory = None
         _held.discard(self)
 
 
 def find_writer(directory: str | os.PathLike[str]) -> Writer | None:
     """Returns the process that holds a directory's lock, or None."""
-    folder = pathlib.Path(directory)
+    directory = pathlib.Path(directory)
     with contextlib.ExitStack() as stack:
         opened: list[int] = []
-        for path, open_it in ((folder, os.open), (folder / LOCK, _open)):
+        for path, open_it in ((directory, os.open), (directory / LOCK, _open)):
             with contextlib.suppress(OSError):
                 opened.append(open_it(path, os.O_RDONLY))
                 stack.callback(os.close, opened[-1])

@@ -21,7 +21,7 @@ from typing import Any
 from keras_strategies._types import Tree
 from keras_strategies.checkpoint.directory.files import (
     DamagedCheckpoint,
-    check_folder,
+    check_directory,
     compute_digest,
     find_files,
     flush,
@@ -49,7 +49,7 @@ MAX_BYTES = 16 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _PARTIAL = (
     "This checkpoint is not restored. Use an earlier step. If no run is saving "
-    "it at the moment, its folder can be deleted."
+    "it at the moment, its directory can be deleted."
 )
 _NEWER = (
     "Another version of keras_strategies may have written this checkpoint. "
@@ -67,7 +67,7 @@ class Manifest:
       created: The time of the save, in seconds since 1970 (UTC).
       files: The size in bytes and the sha256 (in hexadecimal digits) of each
         file except the manifest, by the file's name relative to the
-        checkpoint's folder, with `/` as the separator.
+        checkpoint's directory, with `/` as the separator.
       facts: Metadata as JSON, used by listings and by `retention.py`: "logs"
         (metrics), "epoch", "started" and "num_processes". Numbers that JSON
         cannot represent are strings: "NaN", "Infinity", "-Infinity".
@@ -102,9 +102,9 @@ _FORM = {
 def complete_save(
     directory: str | os.PathLike[str], step: int, facts: Mapping[str, Any]
 ) -> Manifest:
-    """Completes a checkpoint, and renames its folder to its step.
+    """Completes a checkpoint, and renames its directory to its step.
 
-    If the process is killed, it leaves no folder that looks like a damaged
+    If the process is killed, it leaves no directory that looks like a damaged
     checkpoint.
 
     Args:
@@ -115,7 +115,8 @@ def complete_save(
 
     Raises:
       DamagedCheckpoint, TypeError, ValueError: see `write_manifest`.
-      OSError: if the manifest cannot be written, or the step's folder exists.
+      OSError: if the manifest cannot be written, or the step's directory
+        exists.
     """
     saving = saving_path(directory, step)
     manifest = write_manifest(saving, step, facts)
@@ -138,7 +139,7 @@ def write_manifest(
     files. It reads every file once (1 GB takes about a second).
 
     Args:
-      path: The checkpoint's folder. Its name must be the step, or that of
+      path: The checkpoint's directory. Its name must be the step, or that of
         `names.saving_path`.
       step: The number of train steps completed.
       facts: Short metadata as JSON (see `Manifest.facts`); it may contain numpy
@@ -146,18 +147,19 @@ def write_manifest(
       created: The time of the save, in seconds since 1970 (UTC); None for now.
 
     Raises:
-      DamagedCheckpoint: if the folder is missing, or contains a link, a pipe or
-        another special file.
+      DamagedCheckpoint: if the directory is missing, or contains a link, a pipe
+        or another special file.
       TypeError: if a value in `facts` cannot be converted to JSON.
-      ValueError: if the folder's name is not the step, or `facts` is too long.
+      ValueError: if the directory's name is not the step, or `facts` is too
+        long.
       OSError: if the manifest cannot be written.
     """
     path = pathlib.Path(path)
-    folders = (step_path(path.parent, step), saving_path(path.parent, step))
-    if path.name not in [folder.name for folder in folders]:
+    directories = (step_path(path.parent, step), saving_path(path.parent, step))
+    if path.name not in [directory.name for directory in directories]:
         raise ValueError(
-            "A checkpoint's folder must be named after its step. Received: "
-            f"step={step}, path={str(path)!r}. Pass the folder of that step."
+            "A checkpoint's directory must be named after its step. Received: "
+            f"step={step}, path={str(path)!r}. Pass the directory of that step."
         )
     sizes = find_files(path)
     manifest = Manifest(
@@ -189,16 +191,16 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Reads a checkpoint's manifest, without reading the other files.
 
     Args:
-      path: The checkpoint's folder.
+      path: The checkpoint's directory.
 
     Raises:
       DamagedCheckpoint: if the manifest is missing (the save did not finish),
         has another step or version, or was changed after it was written.
     """
     path = pathlib.Path(path)
-    check_folder(path)
+    check_directory(path)
     if not os.path.lexists(path / MANIFEST):
-        check_folder(path)  # The folder may have just been deleted.
+        check_directory(path)  # The directory may have just been deleted.
         problem = "it is missing: the save did not finish"
         raise make_damage_error(path, MANIFEST, problem, _PARTIAL)
     with open_file(path, MANIFEST) as file:
@@ -222,7 +224,7 @@ def _dump(content: object) -> bytes:
 
 
 def _write(path: pathlib.Path, text: bytes) -> None:
-    """Writes the manifest of a folder, which is renamed later, to the disk."""
+    """Writes the manifest of a directory to the disk, before it is renamed."""
     with open(path / MANIFEST, "wb") as file:
         file.write(text)
         file.flush()

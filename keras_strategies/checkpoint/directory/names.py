@@ -1,4 +1,4 @@
-"""Names of files and folders in a directory of checkpoints."""
+"""Names of files and directories in a directory of checkpoints."""
 
 import os
 import pathlib
@@ -9,22 +9,22 @@ from typing import Any
 from keras_strategies.names import dry_run
 
 MANIFEST = "manifest.json"
-"""The file in a checkpoint's folder that lists the other files."""
+"""The file in a checkpoint's directory that lists the other files."""
 
 RUN = "run/metadata"
-"""The file in a checkpoint's folder that contains all data except arrays."""
+"""The file in a checkpoint's directory that contains all data except arrays."""
 
 MAX_STEP = 2**63 - 1
 """The highest step."""
 
 SAVING = ".saving"
-"""The text after the step in the name of a folder that is being saved."""
+"""The text after the step in the name of a directory that is being saved."""
 
 DELETING = ".deleting-"
-"""The text after the step in the name of a folder that is being deleted."""
+"""The text after the step in the name of a directory that is being deleted."""
 
 DAMAGED = ".damaged-"
-"""The text after the step in the name of a damaged checkpoint's folder."""
+"""The text after the step in the name of a damaged checkpoint's directory."""
 
 _STEP = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _PARTIAL = re.compile(
@@ -39,7 +39,7 @@ _ASIDE = re.compile(
 
 
 def parse_step(name: str) -> int | None:
-    """Parses the name of a checkpoint's folder as a step.
+    """Parses the name of a checkpoint's directory as a step.
 
     Args:
       name: The last component of a path.
@@ -55,7 +55,7 @@ def parse_step(name: str) -> int | None:
 
 
 def step_path(directory: str | os.PathLike[str], step: int) -> pathlib.Path:
-    """Returns the path of a step's folder in a directory; it need not exist.
+    """Returns the path of a step's directory in a directory; it need not exist.
 
     Raises:
       TypeError: if the step is not an integer.
@@ -76,7 +76,7 @@ def step_path(directory: str | os.PathLike[str], step: int) -> pathlib.Path:
 
 
 def saving_path(directory: str | os.PathLike[str], step: int) -> pathlib.Path:
-    """Returns the path at which a step's folder is until it is complete."""
+    """Returns the path at which a step's directory is until it is complete."""
     path = step_path(directory, step)
     return path.with_name(f"{path.name}{SAVING}")
 
@@ -93,7 +93,9 @@ def find_steps(directory: str | os.PathLike[str]) -> list[int]:
     Raises:
       NotADirectoryError: if `directory` is not a directory.
     """
-    return [step for step, is_folder in find_entries(directory) if is_folder]
+    return [
+        step for step, is_directory in find_entries(directory) if is_directory
+    ]
 
 
 def find_entries(
@@ -102,8 +104,8 @@ def find_entries(
     """Finds everything in a directory whose name is a step.
 
     Returns:
-      Pairs (step, whether the entry is a folder), sorted by step. A link to a
-      folder does not count as a folder. In a dry run, nothing is found.
+      Pairs (step, whether the entry is a directory), sorted by step. A link to
+      a directory does not count as a directory. In a dry run, nothing is found.
     """
     steps: list[tuple[int, bool]] = []
     if dry_run.get() is not None:
@@ -118,9 +120,9 @@ def find_entries(
 def find_partial_saves(directory: str | os.PathLike[str]) -> list[pathlib.Path]:
     """Finds the remains of killed saves and deletions, by their names.
 
-    The folder of a running save has such a name, too. So only the process that
-    holds the directory's lock may remove the folders that are found, and only
-    while it is not saving.
+    The directory of a running save has such a name, too. So only the process
+    that holds the directory's lock may remove the directories that are found,
+    and only while it is not saving.
     """
     return _find_matching(directory, _PARTIAL)
 
@@ -155,10 +157,10 @@ def make_directory(directory: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def describe_kind(status: os.stat_result) -> str:
-    """Returns what an entry is, such as "folder", "symbolic link" or "pipe"."""
+    """Returns what an entry is, such as "directory" or "symbolic link"."""
     kinds: list[tuple[Any, str]] = [
         (stat.S_ISREG, "file"),
-        (stat.S_ISDIR, "folder"),
+        (stat.S_ISDIR, "directory"),
         (stat.S_ISLNK, "symbolic link"),
         (stat.S_ISFIFO, "pipe"),
         (stat.S_ISSOCK, "socket"),

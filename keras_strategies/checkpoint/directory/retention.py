@@ -138,17 +138,18 @@ def check_name(directory: str | os.PathLike[str]) -> None:
         raise ValueError(
             "Checkpoints must be saved in a directory of checkpoints. "
             f"Received: {os.fspath(directory)!r}, which is itself a "
-            f"checkpoint. Pass its parent folder: {os.fspath(path.parent)!r}."
+            "checkpoint. Pass its parent directory: "
+            f"{os.fspath(path.parent)!r}."
         )
 
 
 def _find_existing(path: pathlib.Path) -> pathlib.Path:
     """Returns the path itself, or else its nearest parent that exists."""
-    for folder in (path, *path.absolute().parents):
-        if folder.is_dir():
-            return folder
-        if os.path.lexists(folder):
-            raise make_directory_error(folder)
+    for directory in (path, *path.absolute().parents):
+        if directory.is_dir():
+            return directory
+        if os.path.lexists(directory):
+            raise make_directory_error(directory)
     return path
 
 
@@ -271,12 +272,12 @@ def find_deletable(manifests: Iterable[Manifest], keep: Keep) -> list[int]:
 def delete(directory: str | os.PathLike[str], step: int) -> None:
     """Deletes a checkpoint, good or damaged, if it exists.
 
-    The folder is renamed first, so that it does not look like a checkpoint
+    The directory is renamed first, so that it does not look like a checkpoint
     while its files are being deleted. Links are deleted and never followed.
     Only one process may call this function.
 
     Raises:
-      OSError: if the folder cannot be renamed.
+      OSError: if the directory cannot be renamed.
     """
     path = step_path(directory, step)
     doomed = path.with_name(f"{path.name}{DELETING}{secrets.token_hex(4)}")
@@ -292,7 +293,7 @@ def quarantine(problem: DamagedCheckpoint) -> str:
     """Renames a damaged checkpoint, so that its step can be saved again.
 
     Returns:
-      The new name of its folder.
+      The new name of its directory.
     """
     assert problem.path is not None
     for number in range(1, 1000):
@@ -310,7 +311,7 @@ def delete_partial_saves(directory: str | os.PathLike[str]) -> list[str]:
     saving.
 
     Returns:
-      The names of the deleted files and folders.
+      The names of the deleted files and directories.
     """
     paths = find_partial_saves(directory)
     for path in paths:
@@ -369,7 +370,7 @@ def _to_finite(value: object) -> float | None:
 
 
 def _remove(path: os.PathLike[str]) -> None:
-    """Deletes a file, a link, or a folder with its contents."""
+    """Deletes a file, a link, or a directory with its contents."""
     try:
         if stat.S_ISDIR(os.lstat(path).st_mode):
             shutil.rmtree(path)
@@ -378,7 +379,7 @@ def _remove(path: os.PathLike[str]) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        # The folder no longer looks like a checkpoint, so the run continues.
+        # The directory no longer looks like a checkpoint, so the run continues.
         _logger.warning(
             "%s cannot be deleted: %s. Delete it by hand.", path, error.strerror
         )

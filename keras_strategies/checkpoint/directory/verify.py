@@ -34,7 +34,7 @@ _TREE = f"{_STATE}/_METADATA"
 _ARRAYS = f"{_STATE}/array_metadatas"
 _FIX = (
     "This checkpoint is not restored. Use an earlier step, or restore this "
-    "folder from a copy."
+    "directory from a copy."
 )
 _MAX_SHOWN = 1000
 # Errors that Orbax raises if its JSON files have unexpected entries. Errors of
@@ -63,7 +63,7 @@ def guard_restore(
     are converted to DamagedCheckpoint.
 
     Args:
-      path: The checkpoint's folder.
+      path: The checkpoint's directory.
       names: The names of the arrays to read, by group.
 
     Raises:
@@ -124,7 +124,7 @@ def verify(path: str | os.PathLike[str], *, is_quick: bool = False) -> Manifest:
     only to compute checksums.
 
     Args:
-      path: The checkpoint's folder. Its name must be the step.
+      path: The checkpoint's directory. Its name must be the step.
       is_quick: Whether to compare only the names and sizes of files. To compare
         checksums, every file must be read once (1 GB takes about a second).
 

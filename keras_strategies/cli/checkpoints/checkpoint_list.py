@@ -86,10 +86,10 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeftBehind:
-    """A file or folder that is not a checkpoint.
+    """A file or directory that is not a checkpoint.
 
     Attributes:
-      name: The name of the file or folder.
+      name: The name of the file or directory.
       reason: The reason why it exists, for example "interrupted save".
       num_bytes: The size in bytes.
     """
@@ -106,7 +106,7 @@ class Listing:
     Attributes:
       directory: The path of the directory.
       entries: The checkpoints, sorted by step.
-      left_behind: The files and folders that killed processes left behind,
+      left_behind: The files and directories that killed processes left behind,
         and damaged checkpoints that a run has renamed.
       writer: The process that is writing to the directory, or None.
     """

@@ -53,7 +53,7 @@ def check_gpus(
       get_version: A function that returns the version of a package, or None if
         it is not installed.
       driver: The file in which the driver writes its version.
-      dev: The folder of device files.
+      dev: The directory of device files.
 
     Returns:
       A part of the report; None if this machine has neither a driver nor a

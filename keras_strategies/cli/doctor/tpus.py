@@ -56,8 +56,8 @@ def check_tpus(
       environ: The environment variables.
       get_version: A function that returns the version of a package, or None if
         it is not installed.
-      proc: The folder in which Linux describes processes.
-      dev: The folder of device files.
+      proc: The directory in which Linux describes processes.
+      dev: The directory of device files.
       lock: The file that libtpu locks.
 
     Returns:
@@ -103,15 +103,17 @@ def _find_holders(proc: Path, paths: set[str], lock: Path) -> dict[int, str]:
       A dict from process numbers to descriptions.
     """
     holders, lockers = {}, _find_lockers(proc, lock)
-    folders = [path for path in proc.glob("[0-9]*") if path.name.isdigit()]
-    for folder in sorted(folders, key=lambda path: int(path.name)):
-        number, opened = int(folder.name), set()
+    directories = [path for path in proc.glob("[0-9]*") if path.name.isdigit()]
+    for directory in sorted(directories, key=lambda path: int(path.name)):
+        number, opened = int(directory.name), set()
         # Only root sees the open files of other users' processes. Files may
         # have been closed since.
         with contextlib.suppress(OSError):
-            opened = {os.readlink(path) for path in (folder / "fd").iterdir()}
+            opened = {
+                os.readlink(path) for path in (directory / "fd").iterdir()
+            }
         if (number in lockers or opened & paths) and number != os.getpid():
-            holders[number] = _describe(folder)
+            holders[number] = _describe(directory)
     return holders
 
 
@@ -124,18 +126,20 @@ def _find_lockers(proc: Path, lock: Path) -> set[int]:
     return set()
 
 
-def _describe(folder: Path) -> str:
+def _describe(directory: Path) -> str:
     """Returns a process's number and program, but not its arguments.
 
     The arguments may contain passwords.
     """
     parts = []
     with contextlib.suppress(OSError):
-        parts += (folder / "comm").read_text(errors="replace").split("\n")[:1]
-        if b"tensorflow" in (folder / "maps").read_bytes():
+        parts += (
+            (directory / "comm").read_text(errors="replace").split("\n")[:1]
+        )
+        if b"tensorflow" in (directory / "maps").read_bytes():
             parts.append("with TensorFlow")
     shown = ", ".join(part[:64] for part in parts if part)
-    return f"Process {folder.name}" + f" ({shown})" * bool(shown)
+    return f"Process {directory.name}" + f" ({shown})" * bool(shown)
 
 
 def _check_holders(

@@ -29,7 +29,7 @@ def find_gpu_problem(
       environ: The environment variables of the launcher.
       platform: The value of `--platform`.
       num_processes: The number of processes, with the evaluator.
-      dev: The folder of device files; tests replace it.
+      dev: The directory of device files; tests replace it.
     """
     if not uses_gpus(environ, platform, dev):
         return ""
@@ -67,7 +67,7 @@ def assign_gpus(
       environments: The environment variables of each process.
       platform: The value of `--platform`.
       has_evaluator: Whether the last process is an evaluator.
-      dev: The folder of device files; tests replace it.
+      dev: The directory of device files; tests replace it.
     """
     count = len(environments)
     if count == 1 or not uses_gpus(environments[0], platform, dev):

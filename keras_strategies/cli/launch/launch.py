@@ -186,7 +186,7 @@ def _find_command_problem(name: str, is_module: bool) -> str:
             return ""
         return (
             f"the module {name!r} does not exist. Install it, or run this "
-            "command in the folder that contains it."
+            "command in the directory that contains it."
         )
     path = pathlib.Path(name)
     if not path.exists():
@@ -195,7 +195,7 @@ def _find_command_problem(name: str, is_module: bool) -> str:
             "path of a Python script, after all options."
         )
     if path.is_dir() and not (path / "__main__.py").exists():
-        return f"{name!r} is a folder. Pass the path of a Python script."
+        return f"{name!r} is a directory. Pass the path of a Python script."
     if not os.access(path, os.R_OK):
         return f"{name!r} cannot be read. Change its permissions."
     return ""

@@ -110,7 +110,7 @@ def files(
     rows. From other files it reads all rows, but parses only its own.
 
     Args:
-      pattern: A path, a glob ("**" matches any folders), or several paths.
+      pattern: A path, a glob ("**" matches any directories), or several paths.
       reader: The format of the files. "npz": arrays of equal length, where each
         batch is a dict of arrays (or see `keys`). "npy": one array. "text":
         lines. "tfrecord": records. For other formats, pass a function that is
@@ -173,14 +173,14 @@ def _find_files(pattern: Any) -> tuple[str, ...]:
         if not os.path.isfile(path):
             raise FileNotFoundError(
                 f"Every path must be a file. Received: {path}, which is "
-                f"{'a folder' if os.path.isdir(path) else 'missing'}. Pass "
-                "existing files, or a glob such as 'folder/*.npz'."
+                f"{'a directory' if os.path.isdir(path) else 'missing'}. Pass "
+                "existing files, or a glob such as 'directory/*.npz'."
             )
     if not paths:
         raise ValueError(
             "A dataset of files needs at least one file. Received: "
             f"{pattern!r}, which matches no file in {os.getcwd()}. Check the "
-            "pattern; it is relative to that folder."
+            "pattern; it is relative to that directory."
         )
     return tuple(sorted(paths))
 

@@ -106,7 +106,7 @@ def _check_model_dir(directory: object) -> None:
     if directory == "":
         raise ValueError(
             "model_dir should be non-empty. Received: ''. Pass a path, or "
-            "None for a temporary folder."
+            "None for a temporary directory."
         )
 
 

@@ -64,8 +64,9 @@ class RunConfig:
     error (docs/parity.md).
 
     Args:
-      model_dir: Folder for checkpoints and event files. None to use TF_CONFIG's
-        "model_dir", the Estimator's `model_dir`, or a temporary folder.
+      model_dir: Directory for checkpoints and event files. None to use
+        TF_CONFIG's "model_dir", the Estimator's `model_dir`, or a temporary
+        directory.
       tf_random_seed: Seed for initial weights, dropout and shuffling; None for
         different random numbers in each run.
       save_summary_steps: Number of training steps between two writes of scalars

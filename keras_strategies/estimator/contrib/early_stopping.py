@@ -111,7 +111,7 @@ def stop_if_higher_hook(
       metric_name: Name of a result of the Estimator's evaluations, such as
         "accuracy".
       threshold: The threshold, a number.
-      eval_dir: The evaluation's folder, which contains the results; None for
+      eval_dir: The evaluation's directory, which contains the results; None for
         `estimator.eval_dir()`.
       min_steps: Results of evaluations before this global step are ignored.
       run_every_secs: See `make_early_stopping_hook`.

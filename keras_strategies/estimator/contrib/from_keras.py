@@ -78,8 +78,8 @@ def model_to_estimator(
             "two."
         )
     _check_options(checkpoint_format, export_outputs, metric_names_map)
-    folder = tempfile.mkdtemp(prefix="keras-strategies-model-")
-    path = os.path.join(folder, "model.keras")
+    directory = tempfile.mkdtemp(prefix="keras-strategies-model-")
+    path = os.path.join(directory, "model.keras")
     try:
         if keras_model is not None:
             _save(keras_model, path)
@@ -90,10 +90,10 @@ def model_to_estimator(
         )
         estimator = Estimator(model_fn, model_dir=model_dir, config=config)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         raise
     estimator._result_names = dict(metric_names_map or {})
-    weakref.finalize(estimator, shutil.rmtree, folder, ignore_errors=True)
+    weakref.finalize(estimator, shutil.rmtree, directory, ignore_errors=True)
     return estimator
 
 

@@ -34,7 +34,7 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
       input_fn: Function that returns the evaluation data.
       steps: Number of batches in each evaluation; None for all.
       hooks: Keras callbacks for the evaluations.
-      name: Name of the evaluation. Its event files are written to the folder
+      name: Name of the evaluation. Its event files are written to the directory
         `eval_<name>`.
       every_n_iter: Number of train steps between evaluations.
 

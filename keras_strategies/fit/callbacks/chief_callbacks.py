@@ -237,8 +237,8 @@ def _save_together(
         return
     # By saving to a temporary file, this process takes part in the same
     # collective reads as the chief, in the same order. The file is discarded.
-    with tempfile.TemporaryDirectory() as folder:
-        scratch = pathlib.Path(folder) / pathlib.Path(filepath).name
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = pathlib.Path(directory) / pathlib.Path(filepath).name
         save(scratch, *args, **kwargs)
 
 

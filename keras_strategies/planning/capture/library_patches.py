@@ -147,9 +147,9 @@ def _find_kaggle_file(handle: str, path: str) -> str:
     """
     default = os.path.join("~", ".cache", "kagglehub")
     cache = os.path.expanduser(os.environ.get("KAGGLEHUB_CACHE", default))
-    folder = os.path.join(cache, "models", *handle.split("/"))
+    directory = os.path.join(cache, "models", *handle.split("/"))
     is_version = handle.count("/") == 4
-    versions = [folder] if is_version else glob.glob(f"{folder}/[0-9]*")
+    versions = [directory] if is_version else glob.glob(f"{directory}/[0-9]*")
     if not any(map(os.path.isdir, versions)):
         _refuse_preset(f"kaggle://{handle}", path)
     files = [os.path.join(version, path) for version in versions]

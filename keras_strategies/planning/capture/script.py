@@ -107,8 +107,8 @@ def _as_main(request: Request) -> Iterator[None]:
     """Sets `sys.argv` and `sys.path` for a script while the block runs."""
     argv, path = sys.argv[:], sys.path[:]
     sys.argv = [request.script, *request.arguments]
-    folder = pathlib.Path(request.script).resolve().parent
-    sys.path.insert(0, os.getcwd() if request.is_module else str(folder))
+    directory = pathlib.Path(request.script).resolve().parent
+    sys.path.insert(0, os.getcwd() if request.is_module else str(directory))
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """The child process of `keras-strategies plan` that plans one candidate.
 
-The current folder is on the process's `sys.path` only if it plans a module or a
-function.
+The current directory is on the process's `sys.path` only if it plans a module
+or a function.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from keras_strategies.planning.compile import candidates
 from keras_strategies.planning.compile.candidates import Candidate
 from keras_strategies.planning.compile.compiler import (
     Compiler,
-    find_cache_folder,
+    find_cache_directory,
     strip_colors,
 )
 from keras_strategies.planning.compile.layouts import Layout, parse_layout
@@ -201,8 +201,8 @@ class Worker:
             is_alone=request.is_alone,
             is_verified=request.verify,
         )
-        folder = find_cache_folder() if request.cache else None
-        with Compiler(folder=folder) as compiler:
+        directory = find_cache_directory() if request.cache else None
+        with Compiler(directory=directory) as compiler:
             (step,) = iter_plans(
                 [candidate],
                 compiler,
@@ -227,8 +227,8 @@ def _make_function_candidate(request: Request) -> Candidate:
     )
     is_global = request.scale == "global"
     strategy = MirroredStrategy(jax.devices("cpu")[:1])
-    # The current folder is added after all other imports, because its files may
-    # shadow other modules.
+    # The current directory is added after all other imports, because its files
+    # may shadow other modules.
     sys.path.insert(0, os.getcwd())
     maker = getattr(importlib.import_module(module), name)
     (candidate,) = candidates.iter_candidates(

@@ -36,7 +36,7 @@ from keras_strategies.planning.seam import (
     untrusted,
 )
 
-_FOLDER = "keras_strategies"
+_DIRECTORY = "keras_strategies"
 _MAX_JOBS = 8
 _BYTES_OF_JOB = 3e9
 """Bytes of host memory needed to compile a large program."""
@@ -81,19 +81,20 @@ class Compiler:
     Args:
       num_threads: The number of threads. None to choose it from the machine's
         cores and memory.
-      folder: The folder in which programs' costs are cached; None for no cache.
+      directory: The directory in which programs' costs are cached; None for no
+        cache.
     """
 
     def __init__(
         self,
         *,
         num_threads: int | None = None,
-        folder: pathlib.Path | None = None,
+        directory: pathlib.Path | None = None,
     ) -> None:
         number = num_threads or count_jobs()
         self._pool = concurrent.futures.ThreadPoolExecutor(number)
         self._stack = contextlib.ExitStack()
-        self._folder = folder
+        self._directory = directory
         self._flags = read_flags(os.environ), os.environ.get(_TPU_FLAGS)
 
     def submit(
@@ -117,9 +118,9 @@ class Compiler:
         is_tpu = devices[0].platform == "tpu"
         options = None if is_full or not is_tpu else dict(LOW_EFFORT)
         path = None
-        if self._folder is not None:
+        if self._directory is not None:
             key = _make_key(lowered, devices, options, self._flags)
-            path = self._folder / f"{key}.json"
+            path = self._directory / f"{key}.json"
             kept = _read(path)
             if kept is not None:
                 done: Any = concurrent.futures.Future()
@@ -190,11 +191,11 @@ def list_compilers() -> tuple[str, ...]:
     return tuple(versions)
 
 
-def find_cache_folder() -> pathlib.Path | None:
-    """Returns the cache folder, or None if the user has no home directory."""
+def find_cache_directory() -> pathlib.Path | None:
+    """Returns the cache directory, or None if the user has no home."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        return pathlib.Path(base).expanduser() / _FOLDER / "plans"
+        return pathlib.Path(base).expanduser() / _DIRECTORY / "plans"
     except RuntimeError:
         return None
 
@@ -273,11 +274,11 @@ def _write(path: pathlib.Path, outcome: Outcome) -> None:
             os.unlink(name)
 
 
-def _make_private(folder: pathlib.Path) -> None:
-    """Creates a folder and its missing parents, readable only by the user."""
-    if not folder.exists():
-        _make_private(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)
+def _make_private(directory: pathlib.Path) -> None:
+    """Creates a directory and its parents, readable only by the user."""
+    if not directory.exists():
+        _make_private(directory.parent)
+        directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def _read(path: pathlib.Path) -> Outcome | None:

@@ -16,10 +16,10 @@ GOOD = {
 }
 
 
-def write(folder, text):
-    (folder / RUN).parent.mkdir(exist_ok=True)
-    (folder / RUN).write_bytes(text)
-    return folder
+def write(directory, text):
+    (directory / RUN).parent.mkdir(exist_ok=True)
+    (directory / RUN).write_bytes(text)
+    return directory
 
 
 def test_a_document_is_read(tmp_path):

@@ -108,7 +108,7 @@ def test_step_path_takes_numpy_integers():
     assert names.step_path("a", np.int64(7)) == pathlib.Path("a/7")
 
 
-def test_steps_are_folders_in_order(tmp_path):
+def test_steps_are_directories_in_order(tmp_path):
     for name in ("10", "9", "007", "11.orbax-checkpoint-tmp", "x"):
         (tmp_path / name).mkdir()
     (tmp_path / "12").write_bytes(b"")
@@ -239,7 +239,7 @@ def test_wrong_arguments_write_no_manifest(tmp_path, step, facts, error, text):
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "socket", "gone"])
-def test_odd_folder_gets_no_manifest(tmp_path, kind, monkeypatch):
+def test_odd_directory_gets_no_manifest(tmp_path, kind, monkeypatch):
     path = tmp_path / "1"
     path.mkdir()
     name = "run"
@@ -272,23 +272,23 @@ def test_every_byte_of_a_manifest_counts(directory):
     verify(path)
 
 
-def test_folders_may_be_nested_deeper_than_functions(tmp_path):
-    folders = [tmp_path / "1"]
+def test_directories_may_be_nested_deeper_than_functions(tmp_path):
+    directories = [tmp_path / "1"]
     for _ in range(sys.getrecursionlimit()):
-        folders.append(folders[-1] / "a")
+        directories.append(directories[-1] / "a")
     try:
-        for folder in folders:
-            folder.mkdir()
-        (folders[-1] / "file").write_bytes(b"abc")
-        (name,) = write_manifest(folders[0], 1, {}).files
-        assert name.count("/") == len(folders) - 1
-        verify(folders[0])
-        assert files.measure_size(folders[0]) >= 0
+        for directory in directories:
+            directory.mkdir()
+        (directories[-1] / "file").write_bytes(b"abc")
+        (name,) = write_manifest(directories[0], 1, {}).files
+        assert name.count("/") == len(directories) - 1
+        verify(directories[0])
+        assert files.measure_size(directories[0]) >= 0
     finally:
         # pytest would delete them with a function that calls itself.
-        (folders[-1] / "file").unlink()
-        for folder in folders[:0:-1]:
-            folder.rmdir()
+        (directories[-1] / "file").unlink()
+        for directory in directories[:0:-1]:
+            directory.rmdir()
 
 
 def test_other_writing_of_the_same_json_is_refused(directory):
@@ -377,7 +377,7 @@ def test_deleted_while_it_is_read_is_said(directory):
     text = "no checkpoint of step 12 in .*Available steps"
     with pytest.raises(DamagedCheckpoint, match=text) as caught:
         verify(path)
-    assert caught.value.problem == "the folder does not exist"
+    assert caught.value.problem == "the directory does not exist"
 
 
 def test_other_errors_while_it_is_read_are_kept(directory):
@@ -422,9 +422,9 @@ def test_directory_that_can_be_written_to_is_left_as_it_is(tmp_path):
 @pytest.mark.skipif(os.getuid() != 0, reason="root alone becomes somebody else")
 @pytest.mark.parametrize("name", ["", "a"])
 def test_directory_of_somebody_else_is_told(name):
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        _check_denied(os.path.join(folder, name), user=str(NOBODY))
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        _check_denied(os.path.join(directory, name), user=str(NOBODY))
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")

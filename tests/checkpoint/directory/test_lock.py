@@ -105,10 +105,10 @@ def test_a_deleted_file_is_written_again(tmp_path):
     assert find_writer(tmp_path) is None
 
 
-def test_where_folders_cannot_be_locked_a_taken_file_is_found(
+def test_where_directories_cannot_be_locked_a_taken_file_is_found(
     tmp_path, monkeypatch
 ):
-    class WithoutFolders:
+    class WithoutDirectories:
         """NFS's: it wants a descriptor that can be written to."""
 
         LOCK_EX, LOCK_NB = fcntl.LOCK_EX, fcntl.LOCK_NB
@@ -120,7 +120,7 @@ def test_where_folders_cannot_be_locked_a_taken_file_is_found(
                 raise OSError(9, "Bad file descriptor")
             fcntl.flock(descriptor, kind)
 
-    monkeypatch.setattr(lock_module, "fcntl", WithoutFolders)
+    monkeypatch.setattr(lock_module, "fcntl", WithoutDirectories)
     with DirectoryLock(tmp_path) as first:
         with pytest.raises(RuntimeError, match="Only one run at a time"):
             DirectoryLock(tmp_path).acquire(timeout_seconds=0)
@@ -224,7 +224,7 @@ def test_odd_content_still_tells_that_somebody_writes(tmp_path, content):
             DirectoryLock(tmp_path).acquire(timeout_seconds=0)
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
 def test_lock_that_is_no_file_is_refused(tmp_path, kind):
     path = tmp_path / LOCK
     if kind == "link":

@@ -174,7 +174,7 @@ def test_link_is_shown_as_damaged(directory, tmp_path):
     shutil.move(directory / "12", tmp_path / "elsewhere")
     (directory / "12").symlink_to(tmp_path / "elsewhere")
     problems = {e.step: e.problem for e in look_at(str(directory)).damaged}
-    assert problems[12] == "it is a symbolic link, not a folder"
+    assert problems[12] == "it is a symbolic link, not a directory"
 
 
 def test_empty_directory_says_so(tmp_path, capsys):

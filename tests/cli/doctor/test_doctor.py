@@ -172,7 +172,9 @@ def test_what_jax_refuses_is_a_finding(environ, expected):
     assert report["summary"] == "1 problem"
 
 
-def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
+def test_modules_of_the_current_directory_are_not_imported(
+    tmp_path, monkeypatch
+):
     imported = strangers.write(tmp_path)
     monkeypatch.chdir(tmp_path)
     answers, _ = run_probe._probe(["jax"], None, 60.0, os.environ)
@@ -307,7 +309,7 @@ def test_missing_extras_are_named(monkeypatch):
             ({name: FILE}, ["warning: Compiled programs are not cached, so"])
             for name in ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR")
         ),
-        ({"JAX_COMPILATION_CACHE_DIR": "gs://bucket/folder"}, []),
+        ({"JAX_COMPILATION_CACHE_DIR": "gs://bucket/directory"}, []),
         (
             {"XDG_CACHE_HOME": FILE, "JAX_ENABLE_COMPILATION_CACHE": "false"},
             [],

@@ -24,11 +24,11 @@ LIBTPU = {"libtpu": "0.0.40"}
 
 
 class Host:
-    """A host whose processes and devices are files of a folder."""
+    """A host whose processes and devices are files of a directory."""
 
-    def __init__(self, folder):
-        self.proc, self.dev = folder / "proc", folder / "dev"
-        self.lock = folder / "lock"
+    def __init__(self, directory):
+        self.proc, self.dev = directory / "proc", directory / "dev"
+        self.lock = directory / "lock"
         self.proc.mkdir()
         (self.dev / "vfio").mkdir(parents=True)
 
@@ -37,12 +37,12 @@ class Host:
             (self.dev / name).touch()
 
     def add_process(self, pid, comm, *opened, maps=""):
-        folder = self.proc / str(pid)
-        (folder / "fd").mkdir(parents=True)
+        directory = self.proc / str(pid)
+        (directory / "fd").mkdir(parents=True)
         for number, path in enumerate(opened):
-            (folder / "fd" / str(number)).symlink_to(path)
-        (folder / "comm").write_text(comm + "\n")
-        (folder / "maps").write_text(maps)
+            (directory / "fd" / str(number)).symlink_to(path)
+        (directory / "comm").write_text(comm + "\n")
+        (directory / "maps").write_text(maps)
 
     def check(self, environ=None, installed=LIBTPU):
         return check_tpus(

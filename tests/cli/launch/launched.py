@@ -7,8 +7,8 @@ has a word for each process: an exit code ("1"), a code after some seconds
 SIGTERM and SIGINT), "heard" (says that it had a SIGINT), "guarded" (stubborn,
 but ends with 71 when the launcher tells or is gone), "preempted" (75 at
 SIGTERM), "stopped", "chatty" (prints), "parent" (starts a sleeping process of
-its own). With a folder in the variable STARTED, they wait there until all have
-started.
+its own). With a directory in the variable STARTED, they wait there until all
+have started.
 """
 
 import json
@@ -39,8 +39,8 @@ def main():
         started = subprocess.Popen([sys.executable, "-c", SLEEP])
         print(f"started {started.pid}")
     print(f"pid {os.getpid()}")
-    if folder := os.environ.get("STARTED"):
-        wait_for_all(pathlib.Path(folder), index, config["cluster"])
+    if directory := os.environ.get("STARTED"):
+        wait_for_all(pathlib.Path(directory), index, config["cluster"])
     time.sleep(float(seconds or 0))
     if word == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -60,10 +60,10 @@ def main():
         time.sleep(LONG)
 
 
-def wait_for_all(folder, index, cluster):
-    (folder / str(index)).touch()
+def wait_for_all(directory, index, cluster):
+    (directory / str(index)).touch()
     count = sum(map(len, cluster.values()))
-    wait_until(lambda: len(list(folder.iterdir())) == count, LONG)
+    wait_until(lambda: len(list(directory.iterdir())) == count, LONG)
 
 
 SLEEP = f"import time; time.sleep({LONG})"

@@ -111,9 +111,9 @@ def is_gone(pid, within_s=30.0):
         return False
 
 
-def script_in(folder, text):
-    (folder / "script.py").write_text(text)
-    return str(folder / "script.py")
+def script_in(directory, text):
+    (directory / "script.py").write_text(text)
+    return str(directory / "script.py")
 
 
 def test_output_is_whole_lines_with_the_number_of_the_process(tmp_path):
@@ -449,7 +449,7 @@ def test_reader_that_goes_away_ends_the_job():
         ([], "a script is missing"),
         (["-m"], "a module after -m is missing"),
         (["no_such_file.py"], "the file 'no_such_file.py' does not exist"),
-        (["tests"], "'tests' is a folder"),
+        (["tests"], "'tests' is a directory"),
         (
             ["-m", "no_such_module.main"],
             "module 'no_such_module.main' does not",

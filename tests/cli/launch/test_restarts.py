@@ -226,8 +226,8 @@ run = len((runs / f"{index}").read_text().split("\\n")) - 1
 """
 
 
-def read_runs(folder, index):
-    return (folder / str(index)).read_text().splitlines()
+def read_runs(directory, index):
+    return (directory / str(index)).read_text().splitlines()
 
 
 @pytest.mark.multi_process
@@ -292,10 +292,10 @@ def test_programs_of_killed_processes_do_not_hinder_the_cache(
     found = []
 
     def run_once(words, environments, names, progress):
-        folder = pathlib.Path(environments[1]["JAX_COMPILATION_CACHE_DIR"])
-        found.append([path.name for path in folder.glob("*-cache")])
+        directory = pathlib.Path(environments[1]["JAX_COMPILATION_CACHE_DIR"])
+        found.append([path.name for path in directory.glob("*-cache")])
         # JAX writes the program and then a file with the time, a-atime.
-        (folder / "a-cache").write_bytes(b"cut of")
+        (directory / "a-cache").write_bytes(b"cut of")
         vars(progress).update(vars(saving(len(found))))
         return ended() if len(found) == 1 else JobEnd(code=0, num_started=2)
 

@@ -611,7 +611,7 @@ SCRIPT = """
 import dataclasses, json, os, socket, sys, types
 # Without the package's __init__, which needs keras.
 package = types.ModuleType("keras_strategies")
-package.__path__ = [os.environ["KERAS_STRATEGIES_FOLDER"]]
+package.__path__ = [os.environ["KERAS_STRATEGIES_DIRECTORY"]]
 sys.modules["keras_strategies"] = package
 from keras_strategies.cluster_resolver import (
     TorchrunClusterResolver, task_info)
@@ -637,7 +637,7 @@ def test_torchrun_itself_is_understood(tmp_path):
         [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         + ["--nproc-per-node", "2", str(script), str(tmp_path)],
         env=os.environ
-        | {"KERAS_STRATEGIES_FOLDER": os.path.dirname(ks.__file__)},
+        | {"KERAS_STRATEGIES_DIRECTORY": os.path.dirname(ks.__file__)},
         capture_output=True,
         text=True,
         timeout=120,

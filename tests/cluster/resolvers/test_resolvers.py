@@ -76,8 +76,8 @@ for name in dir(cluster_resolver):
         getattr(cluster_resolver, name)
 print(sorted({"jax", "keras", "tensorflow", "kubernetes"} & set(sys.modules)))
 """
-    folder = os.path.dirname(ks.__file__)
-    done = python("-c", code, folder, timeout=60, check=True)
+    directory = os.path.dirname(ks.__file__)
+    done = python("-c", code, directory, timeout=60, check=True)
     first, heavy = map(ast.literal_eval, done.stdout.splitlines())
     # What makes names lazy, and itself; then the resolvers, nothing of others.
     lazy = [

@@ -85,13 +85,13 @@ FORMATS = {
 }
 
 
-def write(folder, form, rows, num_files):
+def write(directory, form, rows, num_files):
     """Files of about as many rows each, which are numbered in their order."""
     writer, reader, options = FORMATS[form]
     ends = [rows * k // num_files for k in range(num_files + 1)]
     for k in range(num_files):
-        writer(folder / f"{k:02}.{form}", range(ends[k], ends[k + 1]))
-    return str(folder / f"*.{form}"), reader, options
+        writer(directory / f"{k:02}.{form}", range(ends[k], ends[k + 1]))
+    return str(directory / f"*.{form}"), reader, options
 
 
 @pytest.fixture(scope="module")
@@ -383,7 +383,9 @@ def test_patterns(tmp_path):
         paths([])
     with pytest.raises(FileNotFoundError, match=r"3\.txt, which is missing"):
         paths([tmp_path / "1.txt", tmp_path / "3.txt"])
-    with pytest.raises(FileNotFoundError, match=r"which is a folder.*/\*\.npz"):
+    with pytest.raises(
+        FileNotFoundError, match=r"which is a directory.*/\*\.npz"
+    ):
         paths(tmp_path)
 
 

@@ -87,10 +87,10 @@ def max_added(kinds, small, large):
     return added
 
 
-def call_for(folder, kinds, num_bytes, dtype):
-    """`max_added` for arrays of a folder, as `values_of_each` takes it."""
-    small = write(folder / f"small_{dtype}.npy", 16 * MB, dtype)
-    large = write(folder / f"large_{dtype}.npy", num_bytes, dtype)
+def call_for(directory, kinds, num_bytes, dtype):
+    """`max_added` for arrays of a directory, as `values_of_each` takes it."""
+    small = write(directory / f"small_{dtype}.npy", 16 * MB, dtype)
+    large = write(directory / f"large_{dtype}.npy", num_bytes, dtype)
     return "data.sources.test_mapped_arrays:max_added", kinds, small, large
 
 
@@ -103,9 +103,9 @@ def check(of_processes, max_mb):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Of arrays of float32 and of float64, one after the other."""
-    folder = tmp_path_factory.mktemp("mapped")
+    directory = tmp_path_factory.mktemp("mapped")
     given = (KINDS, 256 * MB, "float32"), (KINDS[:1], 256 * MB, "float64")
-    return values_of_each(1, *(call_for(folder, *args) for args in given))
+    return values_of_each(1, *(call_for(directory, *args) for args in given))
 
 
 @pytest.mark.slow

@@ -47,12 +47,12 @@ def integer(record):
     return tf.io.decode_raw(record, tf.int64)[0]
 
 
-def write(folder, rows, kind="tfrecord", num_files=NUM_FILES):
+def write(directory, rows, kind="tfrecord", num_files=NUM_FILES):
     """Writes the numbers below `rows`, into files of uneven length."""
     edges = [rows * i * i // num_files**2 for i in range(num_files + 1)]
     names = []
     for i in range(num_files):
-        name = f"{folder}/{i}.{kind}"
+        name = f"{directory}/{i}.{kind}"
         values = range(edges[i], edges[i + 1])
         if kind == "tfrecord":
             with tf.io.TFRecordWriter(name) as writer:
@@ -68,20 +68,20 @@ def write(folder, rows, kind="tfrecord", num_files=NUM_FILES):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def directory(tmp_path_factory):
     """Files of 13 rows, in each format."""
-    folder = tmp_path_factory.mktemp("files")
+    directory = tmp_path_factory.mktemp("files")
     for kind in ("tfrecord", "txt", "bin"):
-        write(folder, 13, kind)
-    return str(folder)
+        write(directory, 13, kind)
+    return str(directory)
 
 
-def names_in(folder, kind="tfrecord"):
-    return [f"{folder}/{i}.{kind}" for i in range(NUM_FILES)]
+def names_in(directory, kind="tfrecord"):
+    return [f"{directory}/{i}.{kind}" for i in range(NUM_FILES)]
 
 
-def records(folder):
-    return tf.data.TFRecordDataset(names_in(folder)).map(number)
+def records(directory):
+    return tf.data.TFRecordDataset(names_in(directory)).map(number)
 
 
 def expected_rows(count, index):
@@ -158,10 +158,10 @@ def test_file_gives_each_row_to_one_process(tmp_path, rows, count):
 
 
 @pytest.mark.parametrize("count", WORKERS)
-def test_off_gives_each_row_to_each_process(folder, count):
+def test_off_gives_each_row_to_each_process(directory, count):
     datasets = (
-        records(folder).batch(4),
-        records(folder).shuffle(9).batch(4),
+        records(directory).batch(4),
+        records(directory).shuffle(9).batch(4),
         tf.data.Dataset.range(13).batch(9),
     )
     for dataset in datasets:
@@ -170,49 +170,49 @@ def test_off_gives_each_row_to_each_process(folder, count):
         assert sorted(flat(batches_of(source))) == list(range(13))
 
 
-def list_files(folder, **options):
-    return tf.data.Dataset.list_files(f"{folder}/*.tfrecord", **options)
+def list_files(directory, **options):
+    return tf.data.Dataset.list_files(f"{directory}/*.tfrecord", **options)
 
 
 READERS = {
-    "parallel reads": lambda folder: tf.data.TFRecordDataset(
-        names_in(folder), num_parallel_reads=2
+    "parallel reads": lambda directory: tf.data.TFRecordDataset(
+        names_in(directory), num_parallel_reads=2
     ).map(number, num_parallel_calls=2),
-    "list_files and interleave": lambda folder: (
-        list_files(folder).interleave(tf.data.TFRecordDataset).map(number)
+    "list_files and interleave": lambda directory: (
+        list_files(directory).interleave(tf.data.TFRecordDataset).map(number)
     ),
-    "parallel interleave": lambda folder: (
-        list_files(folder)
+    "parallel interleave": lambda directory: (
+        list_files(directory)
         .interleave(
             tf.data.TFRecordDataset, num_parallel_calls=2, deterministic=False
         )
         .map(number, num_parallel_calls=2, deterministic=False)
     ),
-    "flat_map": lambda folder: (
+    "flat_map": lambda directory: (
         tf.data.Dataset.range(NUM_FILES)
         .map(
-            lambda i: folder + "/" + tf.strings.as_string(i) + ".tfrecord",
+            lambda i: directory + "/" + tf.strings.as_string(i) + ".tfrecord",
             num_parallel_calls=2,
             deterministic=False,
         )
         .flat_map(lambda name: tf.data.TFRecordDataset(name).map(number))
     ),
-    "text": lambda folder: tf.data.TextLineDataset(names_in(folder, "txt")).map(
-        number
-    ),
-    "fixed length": lambda folder: tf.data.FixedLengthRecordDataset(
-        names_in(folder, "bin"), 8
+    "text": lambda directory: tf.data.TextLineDataset(
+        names_in(directory, "txt")
+    ).map(number),
+    "fixed length": lambda directory: tf.data.FixedLengthRecordDataset(
+        names_in(directory, "bin"), 8
     ).map(integer),
-    "shuffled files": lambda folder: (
-        list_files(folder, seed=1)
+    "shuffled files": lambda directory: (
+        list_files(directory, seed=1)
         .interleave(lambda name: tf.data.TFRecordDataset(name).shuffle(3))
         .map(number)
         .shuffle(5)
         .prefetch(2)
     ),
-    "cache": lambda folder: records(folder).cache().shuffle(20),
-    "filter": lambda folder: records(folder).filter(lambda row: row >= 0),
-    "unbatch": lambda folder: records(folder).batch(3).unbatch(),
+    "cache": lambda directory: records(directory).cache().shuffle(20),
+    "filter": lambda directory: records(directory).filter(lambda row: row >= 0),
+    "unbatch": lambda directory: records(directory).batch(3).unbatch(),
 }
 
 
@@ -221,9 +221,9 @@ READERS = {
     [(name, AUTO) for name in READERS]
     + [(name, DATA) for name in ("parallel interleave", "shuffled files")],
 )
-def test_readers_are_split(folder, name, policy):
+def test_readers_are_split(directory, name, policy):
     def make():
-        return READERS[name](folder).batch(4)
+        return READERS[name](directory).batch(4)
 
     sources = make_sources(make, 2, policy)
     parts = [flat(batches_of(s, 2, i)) for i, s in enumerate(sources)]
@@ -232,13 +232,13 @@ def test_readers_are_split(folder, name, policy):
     assert sources[0].is_process_local == (policy is AUTO)
 
 
-def test_repeated_files_are_split(folder):
+def test_repeated_files_are_split(directory):
     def inside():
-        files = list_files(folder).repeat(2)
+        files = list_files(directory).repeat(2)
         return files.flat_map(tf.data.TFRecordDataset).map(number).batch(4)
 
     def outside():
-        return records(folder).shuffle(20).repeat(2).batch(4)
+        return records(directory).shuffle(20).repeat(2).batch(4)
 
     twice = sorted([*range(13), *range(13)])
     for make in (inside, outside):
@@ -247,41 +247,41 @@ def test_repeated_files_are_split(folder):
         assert make_source(make(), 2, 0).plan.applied is FILE
 
 
-def test_concatenated_files_are_split(folder):
+def test_concatenated_files_are_split(directory):
     def make():
-        lines = tf.data.TextLineDataset(names_in(folder, "txt")).map(number)
-        return records(folder).concatenate(lines).batch(4)
+        lines = tf.data.TextLineDataset(names_in(directory, "txt")).map(number)
+        return records(directory).concatenate(lines).batch(4)
 
     twice = sorted([*range(13), *range(13)])
     assert rows_of(make, 3, AUTO) == twice
     assert make_source(make(), 3, 0).plan.applied is FILE
 
 
-def test_plan_tells_the_files(folder):
+def test_plan_tells_the_files(directory):
     def make():
-        return list_files(folder).flat_map(tf.data.TFRecordDataset).batch(4)
+        return list_files(directory).flat_map(tf.data.TFRecordDataset).batch(4)
 
     files = [
         make_source(make().map(tf.strings.length), 2, i).plan.files[i]
         for i in range(2)
     ]
-    names = names_in(folder)
+    names = names_in(directory)
     assert files == [tuple(names[::2]), tuple(names[1::2])]
 
 
-def test_plan_tells_the_files_that_are_found_in_an_order_of_ours(folder):
+def test_plan_tells_the_files_that_are_found_in_an_order_of_ours(directory):
     def find(name):
         return tf.data.Dataset.list_files(name + "/*.tfrecord")
 
     def make():
-        found = tf.data.Dataset.from_tensors(folder).interleave(find)
+        found = tf.data.Dataset.from_tensors(directory).interleave(find)
         return found.flat_map(tf.data.TFRecordDataset).map(number).batch(4)
 
     first, second = (
         set(source.plan.files[i])
         for i, source in enumerate(make_sources(make, 2))
     )
-    assert first | second == set(names_in(folder))
+    assert first | second == set(names_in(directory))
     assert not first & second
     assert rows_of(make, 2) == list(range(13))
 
@@ -318,7 +318,9 @@ DOUBTFUL = {
     "take": lambda d, _: d.take(6).batch(4),
     "skip": lambda d, _: d.skip(6).batch(4),
     "drop_remainder": lambda d, _: d.batch(4, drop_remainder=True),
-    "zip": lambda d, folder: tf.data.Dataset.zip((d, records(folder))).batch(4),
+    "zip": lambda d, directory: tf.data.Dataset.zip(
+        (d, records(directory))
+    ).batch(4),
     "twice": lambda d, _: d.batch(2).batch(2),
     "filter": lambda d, _: d.batch(3).filter(lambda b: len(b) == 3),
     "shard": lambda d, _: d.shard(3, 1).batch(4),
@@ -328,10 +330,10 @@ DOUBTFUL = {
 
 @pytest.mark.parametrize("name", combine(DOUBTFUL, every=2))
 def test_auto_reads_the_rows_of_one_process_where_files_are_no_rows(
-    folder, name
+    directory, name
 ):
     def make():
-        return DOUBTFUL[name](records(folder), folder)
+        return DOUBTFUL[name](records(directory), directory)
 
     expected = list(make().as_numpy_iterator())
     with pytest.warns(UserWarning, match="divided by rows") as warned:
@@ -347,25 +349,27 @@ def test_auto_reads_the_rows_of_one_process_where_files_are_no_rows(
         )
 
 
-def test_file_follows_tf_with_a_warning(folder):
+def test_file_follows_tf_with_a_warning(directory):
     with pytest.warns(UserWarning, match="`take` counts rows of all files"):
-        source = make_source(records(folder).take(2).batch(4), 2, 0, FILE)
+        source = make_source(records(directory).take(2).batch(4), 2, 0, FILE)
     assert source.plan.applied is FILE
     assert flat(batches_of(source)) == [2, 3]
 
 
-def test_infinite_rows_may_drop_a_remainder(folder):
-    dataset = records(folder).repeat().batch(4, drop_remainder=True)
+def test_infinite_rows_may_drop_a_remainder(directory):
+    dataset = records(directory).repeat().batch(4, drop_remainder=True)
     source = make_source(dataset, 2, 0)
     assert source.plan.applied is FILE
     assert source.is_infinite
     assert source.num_batches is None
 
 
-def test_auto_shares_rows_of_too_few_files(folder):
+def test_auto_shares_rows_of_too_few_files(directory):
     def make():
         return (
-            tf.data.TFRecordDataset(names_in(folder)[3:]).map(number).batch(4)
+            tf.data.TFRecordDataset(names_in(directory)[3:])
+            .map(number)
+            .batch(4)
         )
 
     expected = sorted(rows_of_tf(make()))
@@ -374,15 +378,17 @@ def test_auto_shares_rows_of_too_few_files(folder):
 
 
 @pytest.mark.parametrize("index", range(3))
-def test_file_refuses_too_few_files(folder, index):
-    dataset = tf.data.TFRecordDataset(names_in(folder)[:1]).map(number).batch(4)
+def test_file_refuses_too_few_files(directory, index):
+    dataset = (
+        tf.data.TFRecordDataset(names_in(directory)[:1]).map(number).batch(4)
+    )
     with pytest.raises(ValueError, match="reads 1 file, too few for 3 proc"):
         make_source(dataset, 3, index, FILE)
 
 
-def test_auto_never_splits_a_part_of_a_zip(folder):
+def test_auto_never_splits_a_part_of_a_zip(directory):
     def make():
-        pairs = (records(folder), tf.data.Dataset.range(13))
+        pairs = (records(directory), tf.data.Dataset.range(13))
         return tf.data.Dataset.zip(pairs).map(lambda a, b: 13 * a + b).batch(4)
 
     expected = sorted(rows_of_tf(make()))
@@ -468,8 +474,8 @@ def test_hint_without_a_shard_is_refused():
 
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("policy", [AUTO, FILE, DATA])
-def test_a_dataset_that_is_split_already_is_refused(folder, policy, index):
-    dataset = records(folder).shard(2, index).batch(4)
+def test_a_dataset_that_is_split_already_is_refused(directory, policy, index):
+    dataset = records(directory).shard(2, index).batch(4)
     with pytest.raises(ValueError, match="to OFF, or remove the `shard`"):
         make_source(dataset, 2, index, policy)
     assert flat(batches_of(make_source(dataset, 2, index, OFF))) == list(
@@ -584,9 +590,9 @@ def test_users_seeds_give_tensorflows_orders(name):
         assert flat(batches_of(source)) == expected[0]
 
 
-def test_files_are_split_in_one_order_in_all_epochs(folder):
+def test_files_are_split_in_one_order_in_all_epochs(directory):
     def make():
-        files = list_files(folder).shuffle(5)
+        files = list_files(directory).shuffle(5)
         return files.interleave(tf.data.TFRecordDataset).map(number).batch(4)
 
     sources = make_sources(make, 2)
@@ -646,9 +652,11 @@ def counted(calls):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_caches_are_kept_over_epochs(folder, count):
+def test_caches_are_kept_over_epochs(directory, count):
     calls = []
-    dataset = records(folder).map(counted(calls)).cache().shuffle(20).batch(4)
+    dataset = (
+        records(directory).map(counted(calls)).cache().shuffle(20).batch(4)
+    )
     source = make_source(dataset, count)
     own = sorted(flat(batches_of(source)))
     assert sorted(flat(batches_of(source, epoch=1))) == own
@@ -708,17 +716,17 @@ def test_python_functions_are_called(name, wrap):
         assert rows_of(make, count) == expected
 
 
-def test_a_split_dataset_does_not_use_the_whole_ones_cache(folder):
-    dataset = records(folder).cache().batch(4)
+def test_a_split_dataset_does_not_use_the_whole_ones_cache(directory):
+    dataset = records(directory).cache().batch(4)
     assert sorted(rows_of_tf(dataset)) == list(range(13))
     parts = [flat(batches_of(make_source(dataset, 2, i))) for i in range(2)]
     assert sorted(sum(parts, [])) == list(range(13))
 
 
 @pytest.mark.parametrize("policy", [FILE, DATA])
-def test_each_process_has_a_cache_file(folder, tmp_path, policy):
+def test_each_process_has_a_cache_file(directory, tmp_path, policy):
     def make():
-        return records(folder).cache(f"{tmp_path}/cache").batch(4)
+        return records(directory).cache(f"{tmp_path}/cache").batch(4)
 
     for _ in range(2):
         assert rows_of(make, 2, policy) == list(range(13))
@@ -900,9 +908,9 @@ def test_a_dataset_without_a_graph(monkeypatch):
         make_source(dataset, 2, 0, DATA)
 
 
-def test_nothing_is_warned_of_twice(folder):
+def test_nothing_is_warned_of_twice(directory):
     with pytest.warns(UserWarning, match="take") as warned:
-        source = make_source(records(folder).take(3).batch(2), 2)
+        source = make_source(records(directory).take(3).batch(2), 2)
     assert len(warned) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")

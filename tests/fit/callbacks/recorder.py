@@ -57,15 +57,15 @@ for _name in _PLAIN:
     setattr(Recorder, _name, _plain(_name))
 
 
-def read_folder(folder):
-    """The files below a folder: their names, and their numbers by name."""
+def read_directory(directory):
+    """The files below a directory: their names, and their numbers by name."""
     names, numbers = [], {}
-    for path in sorted(pathlib.Path(folder).rglob("*")):
-        name = path.relative_to(folder).as_posix()
+    for path in sorted(pathlib.Path(directory).rglob("*")):
+        name = path.relative_to(directory).as_posix()
         if path.is_dir():
             continue
         if "tfevents" in path.name:
-            name = f"{path.parent.relative_to(folder).as_posix()}/events"
+            name = f"{path.parent.relative_to(directory).as_posix()}/events"
         facts, values = _read_file(path)
         names.append((name, facts))
         numbers[name] = values

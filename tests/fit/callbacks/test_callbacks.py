@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from keras_strategies.fit.binding import find_binding
-from tests.fit.callbacks.recorder import Recorder, read_folder
+from tests.fit.callbacks.recorder import Recorder, read_directory
 from tests.support.combinations import combine
 from tests.support.plain_keras import assert_same, dense, run_both
 
@@ -101,17 +101,17 @@ def check(act, compile_args=MOMENTUM, *, replicas=2, is_fresh=False):
 
 
 def check_files(tmp_path, act, **options):
-    """As `check`, with a folder for each model whose files must agree."""
-    folders = iter([tmp_path / "plain", tmp_path / "ours"])
+    """As `check`, with a directory for each model whose files must agree."""
+    directories = iter([tmp_path / "plain", tmp_path / "ours"])
 
-    def in_folder(model):
-        folder = next(folders)
-        folder.mkdir()
-        facts, numbers = act(model, folder)
-        names, values = read_folder(folder)
+    def in_directory(model):
+        directory = next(directories)
+        directory.mkdir()
+        facts, numbers = act(model, directory)
+        names, values = read_directory(directory)
         return (facts, names), (numbers, values)
 
-    (_, names), _ = check(in_folder, **options)
+    (_, names), _ = check(in_directory, **options)
     assert names, "the callback wrote no file"
     return [name for name, _ in names]
 
@@ -201,18 +201,18 @@ def test_backup_and_restore(tmp_path, save_freq):
         def on_epoch_begin(self, epoch, logs=None):
             self.epoch = epoch
 
-    def act(model, folder):
+    def act(model, directory):
         def backup():
             return callbacks.BackupAndRestore(
-                str(folder / "backup"), save_freq=save_freq
+                str(directory / "backup"), save_freq=save_freq
             )
 
         with pytest.raises(InterruptedError):
             fit(model, backup(), Interrupts(), epochs=3)
-        interrupted = read_folder(folder)
+        interrupted = read_directory(directory)
         model.set_weights([w * 0 for w in model.get_weights()])
         facts, numbers = fit(model, backup(), epochs=4)
-        (folder / "done.json").write_text("{}")
+        (directory / "done.json").write_text("{}")
         return (interrupted[0], facts), (interrupted[1], numbers)
 
     # Fresh models: Keras keeps the epoch to start from on a restored one.
@@ -221,7 +221,7 @@ def test_backup_and_restore(tmp_path, save_freq):
 
 
 def test_backup_starts_where_it_was_interrupted(tmp_path):
-    folders = iter([tmp_path / "plain", tmp_path / "ours"])
+    directories = iter([tmp_path / "plain", tmp_path / "ours"])
 
     class Interrupts(callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -229,15 +229,15 @@ def test_backup_starts_where_it_was_interrupted(tmp_path):
                 raise InterruptedError
 
     def act(model):
-        folder = str(next(folders))
+        directory = str(next(directories))
         with pytest.raises(InterruptedError):
             fit(
                 model,
-                callbacks.BackupAndRestore(folder),
+                callbacks.BackupAndRestore(directory),
                 Interrupts(),
                 epochs=3,
             )
-        return fit(model, callbacks.BackupAndRestore(folder), epochs=3)
+        return fit(model, callbacks.BackupAndRestore(directory), epochs=3)
 
     (_, epochs, _), _ = check(act, is_fresh=True)
     assert epochs[0] > 0
@@ -245,8 +245,8 @@ def test_backup_starts_where_it_was_interrupted(tmp_path):
 
 @pytest.mark.parametrize("append", [False, True])
 def test_csv_logger(tmp_path, append):
-    def act(model, folder):
-        log = str(folder / "log.csv")
+    def act(model, directory):
+        log = str(directory / "log.csv")
         fit(model, callbacks.CSVLogger(log))
         return fit(model, callbacks.CSVLogger(log, append=append))
 
@@ -352,8 +352,8 @@ def test_learning_rate_scheduler(replicas):
     ],
 )
 def test_model_checkpoint(tmp_path, name, options):
-    def act(model, folder):
-        given = callbacks.ModelCheckpoint(str(folder / name), **options)
+    def act(model, directory):
+        given = callbacks.ModelCheckpoint(str(directory / name), **options)
         facts, numbers = fit(model, given)
         return facts, (numbers, given.best)
 
@@ -363,8 +363,8 @@ def test_model_checkpoint(tmp_path, name, options):
 
 
 def test_model_checkpoint_within_a_group_of_steps(tmp_path):
-    def act(model, folder):
-        path = str(folder / "{epoch}-{batch}.weights.h5")
+    def act(model, directory):
+        path = str(directory / "{epoch}-{batch}.weights.h5")
         return fit(
             model,
             callbacks.ModelCheckpoint(
@@ -378,16 +378,16 @@ def test_model_checkpoint_within_a_group_of_steps(tmp_path):
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 def test_orbax_checkpoint(tmp_path):
     pytest.importorskip("orbax.checkpoint")
-    folders = iter([tmp_path / "plain", tmp_path / "ours"])
+    directories = iter([tmp_path / "plain", tmp_path / "ours"])
 
     def act(model):
-        folder = next(folders)
+        directory = next(directories)
         given = callbacks.OrbaxCheckpoint(
-            str(folder), save_freq=3, max_to_keep=None
+            str(directory), save_freq=3, max_to_keep=None
         )
         facts, numbers = fit(model, given)
-        steps = sorted(p.name for p in folder.iterdir() if p.name.isdigit())
-        loaded = keras.saving.load_model(str(folder))
+        steps = sorted(p.name for p in directory.iterdir() if p.name.isdigit())
+        loaded = keras.saving.load_model(str(directory))
         weights = loaded.get_weights()
         slots = [v.numpy() for v in loaded.optimizer.variables]
         return (facts, steps), (numbers, weights, slots)
@@ -497,9 +497,9 @@ def test_tensorboard(tmp_path, update_freq):
     pytest.importorskip("tensorflow")
     pytest.importorskip("tensorboard")
 
-    def act(model, folder):
+    def act(model, directory):
         given = callbacks.TensorBoard(
-            str(folder),
+            str(directory),
             update_freq=update_freq,
             histogram_freq=1,
             write_graph=False,

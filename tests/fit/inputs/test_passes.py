@@ -21,7 +21,7 @@ def read_tf(seed):
     import tensorflow as tf
 
     tf.random.set_seed(None)
-    return lambda folder: (
+    return lambda directory: (
         tf.data.Dataset.from_tensor_slices(X).shuffle(ROWS, seed).batch(SIZE)
     )
 
@@ -30,7 +30,7 @@ def of_torch(seed):
     import torch
 
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    return lambda folder: torch.utils.data.DataLoader(
+    return lambda directory: torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(torch.tensor(X)),
         batch_size=SIZE,
         shuffle=True,
@@ -39,10 +39,14 @@ def of_torch(seed):
 
 
 def read_files(seed):
-    def make(folder):
-        np.save(folder / "x.npy", X)
+    def make(directory):
+        np.save(directory / "x.npy", X)
         return ks.data.files(
-            [folder / "x.npy"], "npy", batch_size=SIZE, shuffle=True, seed=seed
+            [directory / "x.npy"],
+            "npy",
+            batch_size=SIZE,
+            shuffle=True,
+            seed=seed,
         )
 
     return make
@@ -51,7 +55,7 @@ def read_files(seed):
 def of_grain(seed):
     import grain
 
-    return lambda folder: (
+    return lambda directory: (
         grain.MapDataset.source(X).seed(seed).shuffle().batch(SIZE)
     )
 

@@ -83,11 +83,11 @@ def factory(count, index, seed):
 
 
 def files(reader):
-    def make(folder):
+    def make(directory):
         def source(count, index, seed):
             paths = []
             for number, rows in enumerate(np.array_split(X, 3)):
-                path = folder / f"{number}.{reader}"
+                path = directory / f"{number}.{reader}"
                 paths.append(path)
                 if path.exists():
                     continue
@@ -190,9 +190,9 @@ OF_KERAS = {
 }
 
 
-def made(name, folder):
+def made(name, directory):
     source = SOURCES[name]
-    return source(folder) if "files" in name else source
+    return source(directory) if "files" in name else source
 
 
 @pytest.fixture

@@ -395,17 +395,20 @@ def test_every_strategy_becomes_the_slices(tmp_path, strategy, monkeypatch):
     assert caught(tmp_path, text).step.mesh.num_replicas == 8
 
 
-def of_processes(folder):
-    sys.argv = ["train.py", json.dumps({"folder": folder, "killed_in": None})]
+def of_processes(directory):
+    sys.argv = [
+        "train.py",
+        json.dumps({"directory": directory, "killed_in": None}),
+    ]
     epochs_with_manager.main()
 
 
 @pytest.mark.parametrize(
     "notebook",
     [
-        lambda folder: test_notebooks.custom_training(8, folder),
-        lambda folder: test_notebooks.distributed_training(8),
-        lambda folder: test_notebooks.save_and_load(8, folder),
+        lambda directory: test_notebooks.custom_training(8, directory),
+        lambda directory: test_notebooks.distributed_training(8),
+        lambda directory: test_notebooks.save_and_load(8, directory),
         of_processes,
     ],
     ids=["custom training", "training", "save and load", "own loop"],
@@ -485,20 +488,20 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path, text, message):
 def test_a_planned_script_imports_what_python_would(
     tmp_path, monkeypatch, is_module
 ):
-    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
-    for one in (folder, elsewhere):
+    directory, elsewhere = tmp_path / "directory", tmp_path / "elsewhere"
+    for one in (directory, elsewhere):
         one.mkdir()
         (one / "beside_it.py").write_text(f"IN = {one.name!r}")
         (one / "train_it.py").write_text(
             "import sys\nimport beside_it\nraise SystemExit(beside_it.IN)"
         )
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(directory)
     before = sys.path[:]
     script = "train_it" if is_module else str(elsewhere / "train_it.py")
     request = Request(
         topology="", layout="", script=script, is_module=is_module
     )
-    expected = "folder" if is_module else "elsewhere"
+    expected = "directory" if is_module else "elsewhere"
     with pytest.raises(ScriptEnded, match=expected):
         script_lib.run_script(Capture(jax.devices()[:8], None), request)
     assert sys.path == before

@@ -61,8 +61,8 @@ def run(tmp_path, text, devices=None, **kwargs):
             "copy = keras.models.clone_model(model)\n"
             "for a, b in zip(model.weights, copy.weights):\n"
             "    b.assign(0.99 * a + 0.01 * b)",
-            "target.save(FOLDER + '/a.keras')\n"
-            "again = keras.models.load_model(FOLDER + '/a.keras')\n"
+            "target.save(DIRECTORY + '/a.keras')\n"
+            "again = keras.models.load_model(DIRECTORY + '/a.keras')\n"
             "np.testing.assert_array_equal("
             "again.weights[0], target.weights[0])",
             "with strategy.scope():\n"
@@ -74,10 +74,10 @@ def run(tmp_path, text, devices=None, **kwargs):
     ),
 )
 def test_values_are_initial_or_assigned(tmp_path, early):
-    folder = f"FOLDER = {str(tmp_path)!r}\n"
+    directory = f"DIRECTORY = {str(tmp_path)!r}\n"
     texts = []
     for code in ("", early):
-        fit = f"{folder}{code}\nmodel.fit(x, y, batch_size=24)"
+        fit = f"{directory}{code}\nmodel.fit(x, y, batch_size=24)"
         capture = run(tmp_path, TWO + fit)
         texts.append(capture.step.lower(24).as_text())
     # A program of values that were read is the one of values that were not.

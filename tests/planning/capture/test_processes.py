@@ -132,7 +132,9 @@ def test_what_a_script_forks_ends_with_it(tmp_path):
 
 
 @pytest.mark.multi_process
-def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
+def test_modules_of_the_current_directory_are_not_imported(
+    tmp_path, monkeypatch
+):
     imported = strangers.write(tmp_path)
     (tmp_path / "models.py").write_text("raise ValueError('of the module')")
     monkeypatch.chdir(tmp_path)

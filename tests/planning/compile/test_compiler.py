@@ -62,8 +62,8 @@ class Lowered:
         return self._lowered.compile(compiler_options=compiler_options)
 
 
-def compiled(lowered, folder):
-    compiler = Compiler(num_threads=1, folder=folder)
+def compiled(lowered, directory):
+    compiler = Compiler(num_threads=1, directory=directory)
     try:
         return compiler.submit(lowered, DEVICES, is_full=True).result()
     finally:
@@ -75,20 +75,20 @@ def double(x):
 
 
 def test_the_same_program_is_compiled_once(tmp_path):
-    folder = tmp_path / "not" / "there"
+    directory = tmp_path / "not" / "there"
     lowered = Lowered(double)
-    first, second = (compiled(lowered, folder) for _ in range(2))
+    first, second = (compiled(lowered, directory) for _ in range(2))
     assert lowered.num_compiled == 1
     assert isinstance(first, Costs)
     assert first == second
-    assert len(os.listdir(folder)) == 1
+    assert len(os.listdir(directory)) == 1
     other = Lowered(lambda x: 3 * x)
-    compiled(other, folder)
+    compiled(other, directory)
     assert other.num_compiled == 1
-    assert len(os.listdir(folder)) == 2
+    assert len(os.listdir(directory)) == 2
 
 
-def test_without_a_folder_nothing_is_kept():
+def test_without_a_directory_nothing_is_kept():
     lowered = Lowered(double)
     assert compiled(lowered, None).argument_bytes == 32
     compiled(lowered, None)
@@ -165,7 +165,7 @@ def test_a_damaged_file_is_written_anew(text, tmp_path):
     assert lowered.num_compiled == 2
 
 
-def test_a_folder_in_the_file_s_place_costs_time_alone(tmp_path):
+def test_a_directory_in_the_file_s_place_costs_time_alone(tmp_path):
     lowered = Lowered(double)
     compiled(lowered, tmp_path)
     (file,) = tmp_path.iterdir()
@@ -192,7 +192,7 @@ def test_what_is_no_file_is_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("mask", [0, 0o022, 0o077])
-def test_folders_are_their_owner_s_alone(tmp_path, mask):
+def test_directories_are_their_owner_s_alone(tmp_path, mask):
     top = tmp_path / "cache"
     before = os.umask(mask)
     try:
@@ -203,8 +203,8 @@ def test_folders_are_their_owner_s_alone(tmp_path, mask):
     assert sorted(modes) == [0o600, 0o700, 0o700, 0o700]
 
 
-def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path):
-    # Root may write into read-only folders.
+def test_a_directory_that_cannot_be_written_costs_time_alone(tmp_path):
+    # Root may write into read-only directories.
     (tmp_path / "file").write_text("")
     lowered = Lowered(double)
     for _ in range(2):
@@ -251,14 +251,14 @@ def test_what_is_not_ours_is_none(kept):
     assert compiling._parse(kept) is None
 
 
-def test_the_folder_is_the_user_s(monkeypatch, tmp_path):
+def test_the_directory_is_the_user_s(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     expected = tmp_path / "keras_strategies" / "plans"
-    assert compiling.find_cache_folder() == expected
+    assert compiling.find_cache_directory() == expected
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     expected = tmp_path / ".cache" / "keras_strategies" / "plans"
-    assert compiling.find_cache_folder() == expected
+    assert compiling.find_cache_directory() == expected
 
 
 def test_jax_s_own_cache_is_as_before_afterwards():

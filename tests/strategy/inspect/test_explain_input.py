@@ -261,11 +261,11 @@ class Pairs(keras.utils.PyDataset):
         return X[:6], X[:6]
 
 
-def npz_files(folder, lengths, **options):
+def npz_files(directory, lengths, **options):
     for i, length in enumerate(lengths):
-        np.savez(folder / f"part-{i}.npz", x=np.zeros((length, 2)))
+        np.savez(directory / f"part-{i}.npz", x=np.zeros((length, 2)))
     options = {"batch_size": 8} | options
-    return ks.data.files(folder / "*.npz", "npz", **options)
+    return ks.data.files(directory / "*.npz", "npz", **options)
 
 
 RUNS_ALL = "each process runs the entire pipeline and uses only its rows"
@@ -578,9 +578,9 @@ def test_dataset_of_single_rows():
 # Several processes.
 
 
-def on_each_process(folder):
+def on_each_process(directory):
     strategy = ks.MultiWorkerMirroredStrategy()
-    files = ks.data.files(f"{folder}/*.npz", "npz", batch_size=8)
+    files = ks.data.files(f"{directory}/*.npz", "npz", batch_size=8)
     explained = [strategy.explain_input(data) for data in (X, files)]
     if jax.process_index() == 0:
         # Nobody is waited for.

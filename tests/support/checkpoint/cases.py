@@ -173,37 +173,37 @@ def unnumbered():
     )
 
 
-def bare(folder):
-    return [keras.callbacks.CSVLogger(folder / "log.csv")]
+def bare(directory):
+    return [keras.callbacks.CSVLogger(directory / "log.csv")]
 
 
-def looking(folder):
-    return [*usual(folder), Looking()]
+def looking(directory):
+    return [*usual(directory), Looking()]
 
 
-def stopping(folder):
-    return [*bare(folder), Counting(), Stopping()]
+def stopping(directory):
+    return [*bare(directory), Counting(), Stopping()]
 
 
-def scheduled(folder):
+def scheduled(directory):
     return [
         keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5),
-        *usual(folder),
+        *usual(directory),
     ]
 
 
-def validated(folder):
+def validated(directory):
     return [
         keras.callbacks.EarlyStopping(
             patience=1, min_delta=9.0, restore_best_weights=True
         ),
         keras.callbacks.ReduceLROnPlateau(patience=0, min_delta=9.0),
         keras.callbacks.ModelCheckpoint(
-            str(folder / "best.weights.h5"),
+            str(directory / "best.weights.h5"),
             save_best_only=True,
             save_weights_only=True,
         ),
-        keras.callbacks.CSVLogger(folder / "log.csv"),
+        keras.callbacks.CSVLogger(directory / "log.csv"),
         Counting(),
     ]
 

@@ -1,6 +1,6 @@
 """What can happen to a checkpoint on disk, as a table.
 
-Each of `DAMAGES` is called with a checkpoint's folder, one of several in a
+Each of `DAMAGES` is called with a checkpoint's directory, one of several in a
 directory, and damages it so that it must not be restored.
 """
 
@@ -38,7 +38,7 @@ class Damage:
 
     Attributes:
       name: What it is.
-      do: Does it to a checkpoint's folder.
+      do: Does it to a checkpoint's directory.
       names: What an error's text must name: a part of it.
       is_quick: Whether names and sizes alone show it.
       is_of_devices: Whether it is of a file that is there for arrays on
@@ -109,7 +109,7 @@ def _link_file(path):
     _replace_by_link(find(path, ARRAYS))
 
 
-def _link_folder(path):
+def _link_directory(path):
     _replace_by_link(path / "state" / "ocdbt.process_0")
 
 
@@ -136,13 +136,13 @@ def _replace_step_by_file(path):
     path.write_bytes(b"")
 
 
-def _replace_file_by_folder(path):
+def _replace_file_by_directory(path):
     file = find(path, ARRAYS)
     file.unlink()
     file.mkdir()
 
 
-def _replace_folder_by_file(path):
+def _replace_directory_by_file(path):
     shutil.rmtree(path / "state" / "d")
     (path / "state" / "d").write_bytes(b"")
 
@@ -153,7 +153,7 @@ def _replace_by_pipe(path):
     os.mkfifo(file)
 
 
-def _add_folder(path):
+def _add_directory(path):
     (path / "assets").mkdir()
     (path / "assets" / "words.txt").write_bytes(b"")
 
@@ -241,7 +241,7 @@ DAMAGES = (
         "run/commit_success.txt",
     ),
     Damage(
-        "empty folder",
+        "empty directory",
         lambda path: [shutil.rmtree(path), path.mkdir()],
         MANIFEST,
     ),
@@ -250,17 +250,17 @@ DAMAGES = (
     Damage("npy", _write("state/d/kernel.npy"), "state/d/kernel.npy"),
     Damage("foreign file", _write("notes.txt"), "notes.txt"),
     Damage("file like arrays", _write(f"state/d/{'0' * 32}"), "0" * 32),
-    Damage("foreign folder", _add_folder, "assets/words.txt"),
+    Damage("foreign directory", _add_directory, "assets/words.txt"),
     Damage("newline in a name", _write("a\nb"), r"a\nb"),
     Damage("name that is no text", _write("a\udcff"), r"a\udcff"),
     Damage("right-to-left name", _write("a\u202egpj"), r"a\u202egpj"),
     Damage("temporary file", _write("manifest.json.ab.tmp"), "json.ab.tmp"),
     # Names.
     Damage("other case", _rename("run/metadata", "run/METADATA"), "METADATA"),
-    Damage("renamed folder", _rename("run", "run2"), "run/"),
+    Damage("renamed directory", _rename("run", "run2"), "run/"),
     # Links and what is no file.
     Damage("linked file", _link_file, "state/ocdbt.process_0/d/"),
-    Damage("linked folder", _link_folder, "state/ocdbt.process_0"),
+    Damage("linked directory", _link_directory, "state/ocdbt.process_0"),
     Damage("linked step", _link_step, "symbolic link"),
     Damage(
         "linked manifest",
@@ -270,11 +270,13 @@ DAMAGES = (
     Damage("pipe", _replace_by_pipe, "state/ocdbt.process_0/d/"),
     Damage("step that is a file", _replace_step_by_file, "file"),
     Damage(
-        "folder in place of a file",
-        _replace_file_by_folder,
+        "directory in place of a file",
+        _replace_file_by_directory,
         "state/ocdbt.process_0/d/",
     ),
-    Damage("file in place of a folder", _replace_folder_by_file, "state/d"),
+    Damage(
+        "file in place of a directory", _replace_directory_by_file, "state/d"
+    ),
     # Manifests.
     Damage(
         "missing manifest",

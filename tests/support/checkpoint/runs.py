@@ -143,7 +143,7 @@ def arrays():
     return {"x": X, "y": Y, "batch_size": 8}
 
 
-def usual(folder):
+def usual(directory):
     return [
         keras.callbacks.EarlyStopping(
             monitor="loss", patience=9, restore_best_weights=True
@@ -151,7 +151,7 @@ def usual(folder):
         keras.callbacks.ReduceLROnPlateau(
             monitor="loss", factor=0.5, patience=1, min_delta=0.5
         ),
-        keras.callbacks.CSVLogger(folder / "log.csv"),
+        keras.callbacks.CSVLogger(directory / "log.csv"),
         Counting(),
     ]
 
@@ -165,7 +165,7 @@ class Case:
       make: Makes the model.
       compiled: Arguments of `compile`, for steps per execution.
       data: Arguments of `fit`.
-      callbacks: Those of fit, for a folder.
+      callbacks: Those of fit, for a directory.
       replicas: Of a `MirroredStrategy`.
       k: Steps per execution.
       then: Those of the runs that go on.
@@ -214,7 +214,7 @@ class Runner:
 
     def run(
         self,
-        folder,
+        directory,
         *,
         seed=1,
         k=None,
@@ -229,11 +229,11 @@ class Runner:
         self._set(model, seed)
         np.random.seed(seed)
         random.seed(seed)
-        folder.mkdir(exist_ok=True)
+        directory.mkdir(exist_ok=True)
         seen = Seen(stop, where)
-        callbacks = self.case.callbacks(folder)
+        callbacks = self.case.callbacks(directory)
         kept = ks.callbacks.Checkpoint(
-            folder / "kept", **{"save_every_steps": 1, "keep": 99} | options
+            directory / "kept", **{"save_every_steps": 1, "keep": 99} | options
         )
         arguments = {"epochs": epochs or self.case.epochs, "verbose": verbose}
         try:
@@ -246,7 +246,7 @@ class Runner:
                 file = getattr(callback, "csv_file", None)
                 if file is not None:
                     file.close()
-        return self._outcome(model, history, callbacks, folder), seen.told
+        return self._outcome(model, history, callbacks, directory), seen.told
 
     def reset(self):
         """The model with its first values."""
@@ -266,8 +266,8 @@ class Runner:
             variable.assign(value)
         model.stop_training = False
 
-    def _outcome(self, model, history, callbacks, folder):
-        log = folder / "log.csv"
+    def _outcome(self, model, history, callbacks, directory):
+        log = directory / "log.csv"
         text = log.read_text() if log.exists() else ""
         return {
             "variables": {
@@ -293,11 +293,11 @@ def number_or_text(cell):
         return cell
 
 
-def interrupted_at(folder, step, copy):
+def interrupted_at(directory, step, copy):
     """What a run has left that was killed after it saved `step`."""
     copy.mkdir()
-    shutil.copytree(folder / "kept" / str(step), copy / "kept" / str(step))
-    for file in folder.glob("*.csv"):
+    shutil.copytree(directory / "kept" / str(step), copy / "kept" / str(step))
+    for file in directory.glob("*.csv"):
         # Lines may have been written after the save.
         shutil.copy(file, copy / file.name)
 

@@ -41,7 +41,7 @@ def write_small(directory, step, facts, variables, *, created):
       created: When, in seconds since 1970.
 
     Returns:
-      Its folder.
+      Its directory.
     """
     path = directory / str(step)
     (path / "run").mkdir(parents=True)

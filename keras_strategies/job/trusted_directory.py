@@ -1,4 +1,4 @@
-"""Whether users other than this one and root can change a folder's files."""
+"""Whether users other than this one and root can change a directory's files."""
 
 import errno
 import os
@@ -9,39 +9,39 @@ import sys
 _lstat = os.lstat
 
 
-def check_folder(folder: pathlib.Path) -> None:
-    """Raises an error if another user can change a folder or its files.
+def check_directory(directory: pathlib.Path) -> None:
+    """Raises an error if another user can change a directory or its files.
 
-    Each folder from the root on must belong to this user or to root. Others
+    Each directory from the root on must belong to this user or to root. Others
     must not be able to write to it, unless it is sticky, as /tmp is: there,
     they cannot replace what does not belong to them. Of a symbolic link, its
     owner and its target count. A part of the path that does not exist is not
     checked.
 
     Args:
-      folder: An absolute path.
+      directory: An absolute path.
 
     Raises:
-      PermissionError: if another user can change the folder or a file in it.
-      NotADirectoryError: if it is not a folder.
+      PermissionError: if another user can change the directory or a file in it.
+      NotADirectoryError: if it is not a directory.
       FileNotFoundError: if a link has no target.
     """
     if sys.platform == "win32":
         return
     try:
-        found = _check_path(folder)
+        found = _check_path(directory)
     except FileNotFoundError:
-        parts = (folder, *folder.parents)
+        parts = (directory, *directory.parents)
         if any(part.is_symlink() and not part.exists() for part in parts):
             raise
         return
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(
-            errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)
+            errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory)
         )
-    for name in os.listdir(folder):
+    for name in os.listdir(directory):
         try:
-            _check_entry(folder / name, found)
+            _check_entry(directory / name, found)
         except FileNotFoundError:  # JAX deletes old programs at any time.
             continue
 
@@ -61,10 +61,10 @@ def _check_path(
     return found
 
 
-def _check_entry(path: pathlib.Path, folder: os.stat_result) -> None:
-    # A group that cannot enter the folder cannot reach the files in it, so that
-    # a umask such as 002 does no harm.
-    mask = ~0 if folder.st_mode & stat.S_IXGRP else ~stat.S_IWGRP
+def _check_entry(path: pathlib.Path, directory: os.stat_result) -> None:
+    # A group that cannot enter the directory cannot reach the files in it, so
+    # that a umask such as 002 does no harm.
+    mask = ~0 if directory.st_mode & stat.S_IXGRP else ~stat.S_IWGRP
     if stat.S_ISLNK(_check(path, is_parent=False, mask=mask).st_mode):
         _check_path(path)
 
