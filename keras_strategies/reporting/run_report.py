@@ -130,7 +130,7 @@ class RunReport(ReportCallback):
         # arrays to all variables.
         self._fitted: keras.Model | None = None
         self._step = GlobalStep()
-        self._directory: str | None = None
+        self._report_directory: str | None = None
         # The report before this start, and with it.
         self._earlier: files.Document | None = None
         self._document: files.Document | None = None
@@ -174,11 +174,11 @@ class RunReport(ReportCallback):
         directory = None if loop is None else loop.directory
         if self._directory is not None:
             directory = os.fspath(self._directory)
-        self._directory = directory if is_chief else None
-        if self._directory is not None:
-            os.makedirs(self._directory, exist_ok=True)
-            if os.path.exists(os.path.join(self._directory, files.NAME)):
-                self._earlier = files.load_report(self._directory)
+        self._report_directory = directory if is_chief else None
+        if self._report_directory is not None:
+            os.makedirs(self._report_directory, exist_ok=True)
+            if os.path.exists(os.path.join(self._report_directory, files.NAME)):
+                self._earlier = files.load_report(self._report_directory)
         has_tokens = model is not None and embeds_tokens(model)
         self._recorder = recorder = StepRecorder(has_tokens=has_tokens)
         self._write_at, self.is_done = 0.0, False
@@ -200,7 +200,7 @@ class RunReport(ReportCallback):
             self._add_start(self._step.value)
 
     def _add_start(self, step: int) -> None:
-        directory, old = self._directory, self._earlier
+        directory, old = self._report_directory, self._earlier
         last_step = None
         if directory is not None and old is not None:
             # Without the file, it is the step of the report's last writing.
@@ -363,7 +363,7 @@ class RunReport(ReportCallback):
         self._document = files.update_start(
             document, last_step, figures, is_done=self.is_done
         )
-        if self._directory is not None:
+        if self._report_directory is not None:
             files.save_report(
-                self._directory, self._document, warns=not is_first
+                self._report_directory, self._document, warns=not is_first
             )

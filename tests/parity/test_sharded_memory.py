@@ -109,7 +109,7 @@ def temporary(kind, steps):
     rows = mesh.split if steps == 1 else mesh.stacked
     x = jax.ShapeDtypeStruct(shape, "float32", sharding=rows)
     variables = step_functions.step_variables(model, kind)
-    state = tuple(shardings.shapes_of(group, mesh) for group in variables)
+    state = tuple(shardings.get_shapes(group, mesh) for group in variables)
     program = step_functions.make_program(model, mesh, kind, variables)
     data = (x,) if kind == "predict" else (x, x, None)
     segment = Segment(data=data, rows=16, steps=steps)

@@ -70,7 +70,7 @@ def assert_same(
     assert not found, found
 
 
-def shapes_of(data: Any) -> Any:
+def get_shapes(data: Any) -> Any:
     """What a batch's arrays are, without their values."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), data)
 

@@ -85,7 +85,7 @@ class DirectoryLock:
         self._directory = pathlib.Path(directory)
         # Descriptors of the directory and of the file. They are locked, or only
         # open if locks are not supported. None if this lock is not held.
-        self._directory: int | None = None
+        self._descriptor: int | None = None
         self._file: int | None = None
 
     @property
@@ -132,7 +132,7 @@ class DirectoryLock:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)
-        for descriptor in (self._file, self._directory):
+        for descriptor in (self._file, self._descriptor):
             if descriptor is not None and fcntl is not None:
                 with contextlib.suppress(OSError):
                     # Closing the descriptor may not be enough to unlock it: a
@@ -165,15 +165,15 @@ class DirectoryLock:
 
     def _lock_once(self) -> bool:
         """Tries once to lock the directory, then the file."""
-        if self._directory is None and fcntl is not None:
-            directory = os.open(self._directory, os.O_RDONLY)
-            if _try_lock(directory, None) is False:
-                os.close(directory)
+        if self._descriptor is None and fcntl is not None:
+            descriptor = os.open(self._directory, os.O_RDONLY)
+            if _try_lock(descriptor, None) is False:
+                os.close(descriptor)
                 return False
-            self._directory = directory
+            self._descriptor = descriptor
         path = self._directory / LOCK
         self._file = _open(path, os.O_RDWR | os.O_CREAT)
-        is_taken = _try_lock(self._file, self._directory) is False
+        is_taken = _try_lock(self._file, self._descriptor) is False
         # The file may have been deleted after it was opened and before it was
         # locked. Other processes would then lock a new file.
         if not is_taken and _is_at(self._file, path):
@@ -186,10 +186,10 @@ class DirectoryLock:
 
         So a forked child that calls this does not release its parent's lock.
         """
-        for descriptor in (self._file, self._directory):
+        for descriptor in (self._file, self._descriptor):
             if descriptor is not None:
                 os.close(descriptor)
-        self._file = self._directory = None
+        self._file = self._descriptor = None
         _held.discard(self)
 
 
