@@ -25,7 +25,8 @@ def port_call(port: Port, call: ast.Call) -> None:
     method = "" if is_ours else f".{getattr(call.func, 'attr', '')}"
     root = full.rpartition(".")[0]
     for name in (full, f"{root}.*", method, dotted_name(call.func)):
-        if name in tables.TEMPLATES and _fill_template(port, call, name):
+        rows = tables.TEMPLATES.get(name, ())
+        if any(_fill_template(port, call, row) for row in rows):
             return
         rule = tables.CALLS.get(name)
         is_done = rule is None or _apply_rule(port, call, rule, full or name)
@@ -65,12 +66,13 @@ def _apply_rule(port: Port, call: ast.Call, rule: Rule, name: str) -> bool:
     elif rule.function:
         port.replace(call.func, rule.function)
     is_in_order, given = True, set()
-    for arg, word in zip(args, new, strict=True):
+    words = dict(zip(args, new, strict=True))
+    port.drop_arguments(call, [a for a in args if (words[a] or "x")[0] in "-!"])
+    for arg, word in words.items():
         if word is None:
             continue
         if word[0] in "-!":
             is_in_order = False
-            port.drop_argument(call, arg)
             continue
         is_in_order &= not word.endswith("*")
         word, _, form = word.rstrip("*").partition(":")
@@ -137,20 +139,23 @@ def _find_problem(
     return None
 
 
-def _fill_template(port: Port, call: ast.Call, name: str) -> bool:
+def _fill_template(port: Port, call: ast.Call, row: list[str]) -> bool:
     """Replaces a call by a template's code; returns whether it fits."""
-    where, parameters, code = tables.TEMPLATES[name]
+    where, parameters, code = row
     is_step = port.is_step(call)
     has_steps = port.file.found[Language.STEP] or port.file.around
     if (where == "step" and not is_step) or (
         where == "host" and (is_step or not has_steps)
     ):
         return False
-    names = parameters.replace("*", "").split()
+    names = [n.split("=")[0] for n in parameters.replace("*", "").split()]
+    values = dict(re.findall(r"(\w+)=(\w+)", parameters))
     spans = {}
     for index, arg in enumerate(port.source.arguments(call)):
         word = arg.word or (names[index] if index < len(names) else "*")
-        if arg.has_star or (word not in names and "*" not in parameters):
+        is_other = word not in names and "*" not in parameters
+        value = port.source.code(arg.value)
+        if arg.has_star or is_other or values.get(word, value) != value:
             return False
         spans[word] = (arg.start, arg.span[1])
     if not set(names) <= spans.keys():

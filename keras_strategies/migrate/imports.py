@@ -94,7 +94,7 @@ def _port_import(
 ) -> list[str]:
     """Ports a statement; returns those that there are then."""
     if not roots_of(node) & (TENSORFLOW | {"keras"}):
-        return [f"import {root}" for root in roots_of(node)]
+        return [f"import {root}" for root in roots_of(node) if root]
     is_from = isinstance(node, ast.ImportFrom)
     module = module_of(node) if is_from else ""
     groups: dict[str, list[str]] = {}

@@ -1,6 +1,7 @@
 """The port of one file: its edits, and the lines that are left."""
 
 import ast
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -108,20 +109,27 @@ class Port:
         """Returns code with the names that its modules have in this file."""
         return _MODULE.sub(lambda match: self.aliases[match[1]], code)
 
-    def drop_argument(self, call: ast.Call, arg: Argument) -> None:
-        """Removes an argument, with its line if it has one for itself."""
-        text, (start, end) = self.source.text, arg.span
-        line = self.source.physical_line(start)[0]
-        before = re.search(r",\s*$", text[:start])
-        after = re.match(r"\s*,[ \t]*", text[end:])
-        stop = end + (after.end() if after else 0)
-        if not text[line:start].strip() and text[stop] in "\r\n":
-            span = (line, self.source.physical_line(stop)[1])
-        elif before:
-            span = (before.start(), end)
-        else:
-            span = (start, stop)
-        self.edit(call, span, [])
+    def drop_arguments(self, call: ast.Call, dropped: list[Argument]) -> None:
+        """Removes arguments, with their lines if they fill these."""
+        text, args = self.source.text, self.source.arguments(call)
+        runs = itertools.groupby(args, key=lambda arg: arg in dropped)
+        for run in [list(run) for is_dropped, run in runs if is_dropped]:
+            start, end = run[0].span[0], run[-1].span[1]
+            comma = re.match(r"\s*,[ \t]*", text[end:])
+            stop = end + (comma.end() if comma else 0)
+            line = self.source.physical_line(start)[0]
+            before = text[:start].rstrip()
+            if before[-1] == "(" and text[stop:].lstrip()[0] == ")":
+                span = (len(before), text.index(")", stop))
+            elif run[-1] != args[-1]:
+                span = (start, args[args.index(run[-1]) + 1].span[0])
+            elif not text[line:start].strip() and text[stop] in "\r\n":
+                span = (line, self.source.physical_line(stop)[1])
+            elif run == args:
+                span = (start, stop)
+            else:
+                span = (args[args.index(run[0]) - 1].span[1], end)
+            self.edit(call, span, [])
 
     def add_argument(self, call: ast.Call, word: str, code: str) -> None:
         """Adds an argument behind the others."""

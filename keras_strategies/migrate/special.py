@@ -72,11 +72,10 @@ def port_range(port: Port, call: ast.Call) -> None:
     if getattr(port.names.parents[call], "iter", None) is not call:
         return
     port.replace(call.func, "range")
-    for arg in port.source.arguments(call):
-        if arg.word == "dtype":
-            port.drop_argument(call, arg)
-        else:
-            port.edit(call, (arg.span[0], arg.start), [])
+    args = port.source.arguments(call)
+    port.drop_arguments(call, [arg for arg in args if arg.word == "dtype"])
+    for arg in args:
+        port.edit(call, (arg.span[0], arg.start), [])
 
 
 def port_print(port: Port, call: ast.Call) -> None:
@@ -84,12 +83,12 @@ def port_print(port: Port, call: ast.Call) -> None:
     args = port.source.arguments(call)
     is_step = port.file.language_of(port.scope(call)) is Language.STEP
     port.replace(call.func, "jax.debug.print" if is_step else "print")
+    if not is_step:
+        port.drop_arguments(call, [arg for arg in args if arg.word])
     words, values = [], []
     for arg in args:
         value = getattr(arg.value, "value", None)
-        if arg.word and not is_step:
-            port.drop_argument(call, arg)
-        elif not arg.word and isinstance(value, str):
+        if not arg.word and isinstance(value, str):
             words.append(re.sub("([{}])", r"\1\1", value))
         elif not arg.word:
             words.append("{}")
@@ -128,7 +127,7 @@ def port_path(port: Port, call: ast.Call) -> None:
     match = re.fullmatch(r"""([bru]?['"]+)(.*?)(['"]+)""", code, re.S)
     if match is None or match[2].endswith(known):
         return
-    body = re.sub(r"(\.h5|\.hdf5|\.ckpt|/+)$", "", match[2])
+    body = re.sub(r"(\.h5|\.hdf5|\.ckpt|\.tf|/+)$", "", match[2])
     span = port.source.span(value)
     port.edit(value, span, [match[1] + body + known[0] + match[3]])
 

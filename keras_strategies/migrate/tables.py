@@ -116,8 +116,10 @@ DOCUMENT: dict[str, Any] = tomllib.loads(
 OPERATIONS = _read_rules(DOCUMENT["operations"]["table"])
 CALLS = _read_rules(DOCUMENT["calls"]["table"])
 """The rules of calls outside of datasets, by function or ".method"."""
-TEMPLATES = dict(_read_table(DOCUMENT["templates"]["table"]))
+TEMPLATES: dict[str, list[list[str]]] = {}
 """For each function or ".method": where, its parameters, and the new code."""
+for _name, _columns in _read_table(DOCUMENT["templates"]["table"]):
+    TEMPLATES.setdefault(_name, []).append(_columns)
 RENAMED = _read_renames(DOCUMENT)
 """The replacement for each name, and for each that begins so."""
 DROPPED = DOCUMENT["dropped"]

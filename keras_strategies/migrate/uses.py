@@ -9,7 +9,8 @@ from keras_strategies.migrate.scopes import dotted_name, normalize
 from keras_strategies.migrate.tables import BACKEND, TF, find_replacement
 
 _SHORT_DTYPES = {"int64": "int32", "float64": "float32"}
-_IN_DATASETS = ("tensorflow.function", "tensorflow.GradientTape")
+_TAPE = "tensorflow.GradientTape"
+_IN_DATASETS = ("tensorflow.function", _TAPE)
 _TF_ROOTS = ("tensorflow", "tensorflow.compat.v1", "tensorflow.compat.v2")
 
 
@@ -32,6 +33,8 @@ def port_use(port: Port, node: ast.expr) -> None:
     elif port.language(node) is Language.DATA and prefix in _IN_DATASETS:
         return
     elif not is_ported_import(normalize(_origin(port, node))):
+        if prefix == _TAPE and not port.language(node):
+            port.mark(port.names.parents[node], tables.TEXTS["tape"])
         _replace_prefix(port, node, full[len(prefix) :].count("."), text)
 
 
