@@ -149,6 +149,9 @@ def build_model(
     if type(model).call is not keras.Model.call or not is_in_place(model, kind):
         type(model)._symbolic_build(model, iterator, data_batch)
     if is_by_step and not _is_built(model):
+        # As `fit` passes it, which drops missing targets.
+        parts = keras.utils.unpack_x_y_sample_weight(data_batch)
+        data_batch = keras.utils.pack_x_y_sample_weight(*parts)
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
                 x.shape, keras.backend.standardize_dtype(x.dtype)

@@ -191,6 +191,31 @@ def test_a_fit_resumes_with_the_optimizers(tmp_path):
     )
 
 
+def test_a_plan_needs_no_targets():
+    def create():
+        model = Adversarial(draws=False)
+        model.compile(
+            keras.optimizers.Adam(0.01),
+            keras.optimizers.SGD(0.05, momentum=0.5),
+            keras.losses.BinaryCrossentropy(from_logits=True),
+        )
+        return model
+
+    strategy = ks.MirroredStrategy(devices=jax.devices()[:2])
+    batch = jax.ShapeDtypeStruct((16, 6, 6, 1), "float32")
+    memory = strategy.plan(create, (batch, None)).steps[0].memory
+    model = make(1)
+    fit(model)
+    sizes = [
+        sum(weight.size for weight in part.get_weights())
+        for part in (model.discriminator, model.generator)
+    ]
+    # Adam has two slots for each weight, SGD's momentum one. Both have an
+    # iteration and a rate.
+    assert memory["weights"] == 4 * sum(sizes)
+    assert memory["slots"] == 4 * (2 * sizes[0] + sizes[1] + 4)
+
+
 class Extra(keras.Model):
     """Its step has an argument that nothing passes."""
 
