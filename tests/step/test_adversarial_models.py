@@ -212,7 +212,7 @@ def test_a_plan_needs_no_targets():
     ]
     # Adam has two slots for each weight, SGD's momentum one. Both have an
     # iteration and a rate.
-    assert memory["weights"] == 4 * sum(sizes)
+    assert memory["weights"] == 4 * (sum(sizes) + model.seeds.state.shape[0])
     assert memory["slots"] == 4 * (2 * sizes[0] + sizes[1] + 4)
 
 
