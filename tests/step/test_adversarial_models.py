@@ -210,10 +210,10 @@ def test_a_plan_needs_no_targets():
         sum(weight.size for weight in part.get_weights())
         for part in (model.discriminator, model.generator)
     ]
-    # Adam has two slots for each weight, SGD's momentum one. Both have an
-    # iteration and a rate.
+    # Adam has two slots for each weight, SGD's momentum one. These and
+    # the model's own, which is not used, have an iteration and a rate.
     assert memory["weights"] == 4 * (sum(sizes) + model.seeds.state.shape[0])
-    assert memory["slots"] == 4 * (2 * sizes[0] + sizes[1] + 4)
+    assert memory["slots"] == 4 * (2 * sizes[0] + sizes[1] + 6)
 
 
 class Extra(keras.Model):
