@@ -156,9 +156,9 @@ def _describe_finding(finding: Finding) -> str | None:
         return _LOSS_REASON.format(place=_describe_place(finding.why))
     if finding.counting:
         return _COUNT_REASON.format(place=_describe_line(finding.counting))
-    if finding.unshown is None:
+    if not finding.unshown:
         return None
-    mark, equation = finding.unshown
+    mark, equation, _ = finding.unshown[0]
     value, fix = _UNSHOWN[mark]
     rule, merged = _SUM if mark in (marks.COUNT, marks.SHARE) else _MEAN
     return (
@@ -229,6 +229,14 @@ def _compare_traces(
         first.rows,
         more.jaxpr,
     )
+    if not is_user_step:
+        # Gradients of losses that are means are means, unless they are scaled.
+        unshown = [
+            (mark, why, is_scaled)
+            for mark, why, is_scaled in finding.unshown
+            if is_scaled or mark not in (marks.GRADIENT, marks.SHARE)
+        ]
+        finding = dataclasses.replace(finding, unshown=unshown)
     if first is record:
         return finding
     agree = functools.partial(

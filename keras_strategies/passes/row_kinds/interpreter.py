@@ -59,7 +59,7 @@ class Interpreter:
     def __init__(self, num_rows: int, ratio: float) -> None:
         self._num_rows = num_rows
         self._ratio = ratio
-        self.unshown: list[tuple[str, Equation]] = []
+        self.unshown: list[tuple[str, Equation, bool]] = []
         self.logs: list[Equation] = []
         # The last number in user code that is differentiated and no mean.
         self._differentiated: Equation | None = None
@@ -249,7 +249,7 @@ class Interpreter:
         elif not self._is_shown(kind, name):
             if name in (marks.GRADIENT, marks.SHARE):
                 why = self._differentiated or why
-            self.unshown.append((name, why))
+            self.unshown.append((name, why, bool(kind.scale)))
 
     def _is_shown(self, kind: Kind, name: str) -> bool:
         return scales.is_shown(kind, name, self._ratio)

@@ -50,8 +50,9 @@ class Finding:
         such an equation.
       counting: If the step computes a gradient, an update or a log with the
         number of rows: an equation that does so, or True.
-      unshown: A mark of a value that is not shown to be that of one device
-        after its merge, and the equation that is the cause; or None.
+      unshown: For each value that is not shown to be that of one device after
+        its merge: its mark, the equation that is the cause, and whether user
+        code multiplies it by a number of rows.
       logs: The equations of logs that are not shown to be means.
       has_losses: Whether any loss is marked.
     """
@@ -59,7 +60,7 @@ class Finding:
     verdict: Verdict
     why: Any = None
     counting: Any = None
-    unshown: tuple[str, Equation] | None = None
+    unshown: Sequence[tuple[str, Equation, bool]] = ()
     logs: Sequence[Equation] = ()
     has_losses: bool = False
 
@@ -95,9 +96,7 @@ def losses_in(
         return Finding(verdict=Verdict.MIXED, counting=True)
     finding = _make_finding(interpreter)
     if retraced is None:
-        return dataclasses.replace(
-            finding, counting=None, unshown=None, logs=()
-        )
+        return dataclasses.replace(finding, counting=None, unshown=(), logs=())
     # A metric that receives gathered rows adds their number to its state.
     numbers = [kind for kind in outputs if kind.values is not None]
     if any(map(scales.depends_on_count, numbers)):
@@ -118,7 +117,7 @@ def _make_finding(interpreter: Interpreter) -> Finding:
         verdict=verdict,
         why=why,
         counting=next(iter(interpreter.counting), None),
-        unshown=next(iter(interpreter.unshown), None),
+        unshown=interpreter.unshown,
         logs=interpreter.logs,
         has_losses=bool(interpreter.losses),
     )
