@@ -126,7 +126,7 @@ def call_loss(
     if isinstance(loss, CompileLoss):
         with step.flag("in_compiled"):
             return compute_loss(step, original, loss, *args, **kwargs)
-    if not metric_rules.mixes_rows(loss, (args, kwargs)):
+    if not metric_rules.mixes_rows(loss, args, kwargs):
         return compute_loss(step, original, loss, *args, **kwargs)
     note_rows(step, (args, kwargs), f"loss {type(loss).__name__!r}")
     return call_with_all_rows(step, original, loss, *args, **kwargs)

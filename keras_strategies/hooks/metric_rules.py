@@ -9,6 +9,7 @@ the rows of a replica and with those of all, and the traces are analyzed.
 """
 
 import dataclasses
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from keras_strategies.hooks.gather_rows import has_rows, note_rows
 from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.passes.row_kinds.additions import (
     adds_sums,
+    computes_by_rows,
     find_additions,
 )
 
@@ -129,7 +131,7 @@ class Update:
 
     def _is_additive(self) -> bool:
         metric = self.metric
-        if mixes_rows(metric, self.arrays):
+        if mixes_rows(metric, self.args, self.kwargs):
             return False
         if _is_keras_own(metric):
             return True
@@ -178,27 +180,14 @@ class Update:
         Args:
           rows: The number of rows of the arrays, except for scalars.
         """
-        leaves, structure = jax.tree.flatten((tuple(self.args), self.kwargs))
-
-        def update(states: list[Any], arrays: list[Any]) -> list[Any]:
-            rest = iter(arrays)
-            filled = [next(rest) if _is_array(a) else a for a in leaves]
-            args, kwargs = jax.tree.unflatten(structure, filled)
-            new = self.metric.stateless_update_state(states, *args, **kwargs)
-            return list(new)
-
         # While Keras trains a model, its variables have no values.
         states = [
             jax.ShapeDtypeStruct(tuple(v.shape), v.dtype)
             for v in self.metric.variables
         ]
-        arrays = [
-            jax.ShapeDtypeStruct(
-                (rows, *a.shape[1:]) if a.shape else (), a.dtype
-            )
-            for a in filter(_is_array, leaves)
-        ]
-        return jax.make_jaxpr(update)(states, arrays)
+        update = self.metric.stateless_update_state
+        nest = (tuple(self.args), self.kwargs)
+        return _trace(lambda *a, **k: list(update(*a, **k)), nest, rows, states)
 
 
 def describe_metric(metric: keras.metrics.Metric) -> str:
@@ -236,46 +225,68 @@ def _is_from_keras(thing: object) -> bool:
     return module.split(".")[0] == "keras"
 
 
-def mixes_rows(loss: object, args: Tree) -> bool:
+def mixes_rows(loss: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Returns whether a loss's or metric's value for a row uses other rows.
 
-    This is true for:
-    - Keras's Dice, Tversky and Circle losses;
-    - Keras's hinge losses, which read all labels to find out whether labels are
-      0 and 1 or -1 and 1;
-    - losses that reduce over the axis of the rows, as Keras's loss functions do
-      if the arrays have no other axis;
-    - losses marked by `keras_strategies.global_batch_loss`.
+    This is true for losses marked by `keras_strategies.global_batch_loss`. A
+    function of Keras, or one with an axis, is traced and analyzed: Keras's
+    Circle loss mixes rows, and so do Dice and Tversky unless they have an
+    axis; hinge losses, which read all labels to find out whether labels are 0
+    and 1 or -1 and 1; and most functions if the arrays have no other axis.
 
     Args:
-      loss: A loss or metric, either an object or a function.
-      args: A nest of its arguments.
+      loss: A loss or metric.
+      args: The positional arguments of its call or update.
+      kwargs: The keyword arguments.
     """
-    ndim = max((len(a.shape) for a in _find_arrays(args)), default=0)
     fn = getattr(loss, "fn", getattr(loss, "_fn", None))
-    if any(
-        getattr(c, "_ks_global_batch", False)
-        or isinstance(c, _ROW_MIXING_CLASSES)
-        or c in _ROW_MIXING_FUNCTIONS
-        for c in (loss, fn)
-        if c is not None
-    ):
+    if any(getattr(c, "_ks_global_batch", False) for c in (loss, fn)):
         return True
-    if ndim == 1 and fn is not None and _is_from_keras(fn):
-        return True
-    axes = (getattr(loss, "_fn_kwargs", None) or {}).get("axis")
-    axes = axes if isinstance(axes, list | tuple) else [axes]
-    return any(isinstance(a, int) and a in (0, -ndim) for a in axes)
+    options = getattr(loss, "_fn_kwargs", None) or {}
+    if fn is None or not (_is_from_keras(fn) or "axis" in options):
+        return False
+    is_loss = isinstance(loss, keras.losses.Loss)
+    call = loss.call if is_loss else functools.partial(fn, **options)
+
+    def compute(y_true: Tree, y_pred: Tree, sample_weight: Tree = None) -> Tree:
+        del sample_weight
+        return call(y_true, y_pred)
+
+    def mixes() -> bool:
+        traced = _trace(compute, (tuple(args), kwargs), _ROWS)
+        return not computes_by_rows(traced, _ROWS)
+
+    return _run_in_thread(mixes)
 
 
-_ROW_MIXING_CLASSES = (
-    keras.losses.Dice,
-    keras.losses.Tversky,
-    keras.losses.Circle,
-    keras.losses.Hinge,
-    keras.losses.SquaredHinge,
-)
-_ROW_MIXING_FUNCTIONS = tuple(made().fn for made in _ROW_MIXING_CLASSES)
+# No other size is likely to be the same.
+_ROWS = 1009
+
+
+def _trace(
+    fn: Callable[..., Any], nest: Tree, rows: int, *states: Tree
+) -> ClosedJaxpr:
+    """Traces `fn(*states, *args, **kwargs)` with another number of rows.
+
+    Args:
+      fn: The function.
+      nest: `(args, kwargs)`.
+      rows: The number of rows of the arrays, except for scalars.
+      *states: Nests of shapes.
+    """
+    leaves, structure = jax.tree.flatten(nest)
+
+    def call(states: Any, arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        filled = [next(rest) if _is_array(a) else a for a in leaves]
+        args, kwargs = jax.tree.unflatten(structure, filled)
+        return fn(*states, *args, **kwargs)
+
+    arrays = [
+        jax.ShapeDtypeStruct((rows, *a.shape[1:]) if a.shape else (), a.dtype)
+        for a in filter(_is_array, leaves)
+    ]
+    return jax.make_jaxpr(call)(states, arrays)
 
 
 def _run_in_thread(question: Callable[[], bool]) -> bool:

@@ -62,6 +62,7 @@ from keras.src.utils.python_utils import pythonify_logs
 
 from keras_strategies.fit import scope_hooks
 from keras_strategies.fit.inputs.choose_source import LoopData
+from keras_strategies.hooks import metric_rules
 from keras_strategies.keras_bridge.keras_names import (
     BUILDS_FIRST,
     MAYBE_BUILD,
@@ -1004,12 +1005,16 @@ def test_losses_and_metrics_keep_their_axis():
         assert cls(axis=0)._fn_kwargs == {"axis": 0}, cls
 
 
-def test_exactly_these_losses_mix_rows():
-    found = {n for n, cls in loss_classes().items() if mixes_rows(n, cls)}
-    assert found == {"Dice", "Tversky", "Circle"}, (
-        "keras.losses that mix rows are not those of "
-        "metric_rules._ROW_MIXING_CLASSES"
-    )
+def test_losses_that_mix_rows_are_found():
+    classes = loss_classes()
+    found = {
+        name
+        for name, cls in classes.items()
+        if metric_rules.mixes_rows(cls(), loss_arguments(name), {})
+    }
+    mixing = {name for name, cls in classes.items() if mixes_rows(name, cls)}
+    # These find out from all labels whether they are 0 and 1.
+    assert found == mixing | {"Hinge", "SquaredHinge"}
 
 
 # Optimizers: trace_hooks.py.

@@ -335,6 +335,8 @@ def test_updates_without_rows_follow_a_rule_or_need_the_whole(
         (keras.losses.dice, True),
         (keras.losses.Hinge(), True),
         (keras.losses.squared_hinge, True),
+        (keras.losses.Dice(axis=-1), False),
+        (keras.losses.Tversky(axis=(0, 1)), True),
         (keras.losses.MeanSquaredError(), False),
         (keras.losses.mean_squared_error, False),
         (lambda y, p: p, False),
@@ -347,12 +349,23 @@ def test_updates_without_rows_follow_a_rule_or_need_the_whole(
     ],
 )
 def test_losses_that_mix_rows_are_known(loss, expected):
-    assert metric_rules.mixes_rows(loss, VECTORS) is expected
+    if inspect.isfunction(loss):
+        loss = keras.metrics.MeanMetricWrapper(loss)
+    is_circle = isinstance(loss, keras.losses.Circle)
+    y_true, y_pred = SPARSE if is_circle else VECTORS
+    assert metric_rules.mixes_rows(loss, (y_true, y_pred), {}) is expected
+    # Arguments by name are in another order.
+    kwargs = {"y_pred": y_pred, "y_true": y_true, "sample_weight": floats(ROWS)}
+    assert metric_rules.mixes_rows(loss, (), kwargs) is expected
 
 
 def test_arrays_of_rows_alone_have_no_other_axis_to_reduce():
-    assert metric_rules.mixes_rows(keras.losses.MeanSquaredError(), CLASSES)
-    assert not metric_rules.mixes_rows(lambda y, p: p, CLASSES)
+    def mixes(loss):
+        return metric_rules.mixes_rows(loss, CLASSES, {})
+
+    assert mixes(keras.losses.MeanSquaredError())
+    assert not mixes(keras.metrics.MeanMetricWrapper(lambda y, p: p))
+    assert not mixes(keras.metrics.Accuracy())
 
 
 _random = np.random.default_rng(3)

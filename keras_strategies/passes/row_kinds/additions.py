@@ -1,6 +1,6 @@
-"""Decides whether a traced update of a metric adds a sum over rows.
+"""Decides whether traced losses and metrics compute by rows, or add sums.
 
-If it does, the sum of what the replicas add is what one device adds.
+The sum of the sums over rows that the replicas add is what one device adds.
 """
 
 import itertools
@@ -63,12 +63,24 @@ def adds_sums(
     inputs = [PLAIN] * num_states
     inputs += [make_rows(0) if has_rows else PLAIN for has_rows in are_rows]
     ratio = rows[1] / rows[0]
-    interpreter = Interpreter(rows[0], ratio)
     try:
-        kinds = interpreter.interpret(jaxprs, inputs)
+        kinds = Interpreter(rows[0], ratio).interpret(jaxprs, inputs)
     except Different:
         return False
     return all(_is_sum(kind, ratio) for kind in kinds)
+
+
+def computes_by_rows(traced: ClosedJaxpr, rows: int) -> bool:
+    """Returns whether a function computes each row from that row alone.
+
+    Args:
+      traced: The traced function. Its inputs have rows, except for scalars.
+      rows: The number of rows, which equals no other size.
+    """
+    are_rows = [aval.shape[:1] == (rows,) for aval in traced.in_avals]
+    inputs = [make_rows(0) if has_rows else PLAIN for has_rows in are_rows]
+    kinds = Interpreter(rows, 1.0).interpret([traced], inputs)
+    return all(k.is_rows and (k.axis, k.outer) == (0, 1) for k in kinds)
 
 
 def _is_sum(kind: Kind, ratio: float) -> bool:
