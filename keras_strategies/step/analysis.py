@@ -223,19 +223,12 @@ def _compare_traces(
       more: A trace with more rows.
       is_user_step: Whether the user wrote the model's step.
     """
-    finding = losses.losses_in(
-        first.jaxpr,
-        _row_inputs(first),
-        first.rows,
-        more.jaxpr,
-    )
+    rows = _row_inputs(first)
+    finding = losses.losses_in(first.jaxpr, rows, first.rows, more.jaxpr)
     if not is_user_step:
         # Gradients of losses that are means are means, unless they are scaled.
-        unshown = [
-            (mark, why, is_scaled)
-            for mark, why, is_scaled in finding.unshown
-            if is_scaled or mark not in (marks.GRADIENT, marks.SHARE)
-        ]
+        gradients = (marks.GRADIENT, marks.SHARE)
+        unshown = [u for u in finding.unshown if u[2] or u[0] not in gradients]
         finding = dataclasses.replace(finding, unshown=unshown)
     if first is record:
         return finding

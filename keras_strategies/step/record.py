@@ -106,13 +106,26 @@ class StepTracer:
         self._notes = StepNotes()
         self._record = jax.jit(self._make_record, static_argnums=0)
 
-    def trace(self, kind: TraceKind, batch: Batch) -> Record:
+    def trace(
+        self,
+        kind: TraceKind,
+        batch: Batch,
+        rows: int | None = None,
+        has_all_rows: bool = True,
+    ) -> Record:
         """Traces the step; not again with the same key.
 
         Args:
-          kind: The kind of the trace.
+          kind: The kind of the trace of a replica.
           batch: The shapes of a batch that the replicas share evenly.
+          rows: The number of rows of a further trace; None for a replica's.
+          has_all_rows: See `TraceKind`.
         """
+        if rows is not None:
+            kind = dataclasses.replace(
+                kind, is_retrace=True, has_all_rows=has_all_rows
+            )
+            batch = with_leading((rows * self._mesh.num_replicas,), batch)
         state = jax.tree.map(
             lambda v: jax.ShapeDtypeStruct(tuple(v.shape), v.dtype),
             self._variables,
@@ -150,24 +163,7 @@ class StepTracer:
         ):
             # The first trace has warned already.
             warnings.simplefilter("ignore")
-            return self.trace_rows(record.kind, batch, rows, has_all_rows)
-
-    def trace_rows(
-        self, kind: TraceKind, batch: Batch, rows: int, has_all_rows: bool
-    ) -> Record:
-        """Traces a step with a number of rows that no replica has.
-
-        Args:
-          kind: The kind of the traces of the step.
-          batch: The shapes of a batch; their rows are ignored.
-          rows: The number of rows.
-          has_all_rows: See `TraceKind`.
-        """
-        kind = dataclasses.replace(
-            kind, is_retrace=True, has_all_rows=has_all_rows
-        )
-        size = rows * self._mesh.num_replicas
-        return self.trace(kind, with_leading((size,), batch))
+            return self.trace(record.kind, batch, rows, has_all_rows)
 
     def _make_record(
         self,

@@ -79,9 +79,8 @@ class Router:
         )
         is_shared = self._returns_rows or not segment.is_padded
         while True:
-            args = () if is_shared else (segment.rows, True)
-            trace = self._tracer.trace if is_shared else self._tracer.trace_rows
-            record = trace(self.kind, batch, *args)
+            rows = None if is_shared else segment.rows
+            record = self._tracer.trace(self.kind, batch, rows)
             found = self._analyze(record, batch) if is_shared else Analysis()
             route = decide(record, found, circumstances)
             if isinstance(route, Route):

@@ -281,7 +281,8 @@ class StepFunctionCache:
             return self._make_eager(kind, variables)
         # With the default, `jit_compile="auto"`, Keras sets False because of
         # layers such as RandomZoom. The user cannot change these.
-        if not model.jit_compile and _supports_jit(model):
+        can_jit = (layer.supports_jit for layer in model._flatten_layers())
+        if not model.jit_compile and all(can_jit):
             warnings.warn(
                 "`jit_compile=False` has no effect on distributed steps, "
                 "because they are always compiled. Use `run_eagerly=True` to "
@@ -312,10 +313,6 @@ class StepFunctionCache:
             yield outputs, state
 
         return run
-
-
-def _supports_jit(model: keras.Model) -> bool:
-    return all(layer.supports_jit for layer in model._flatten_layers())
 
 
 def make_program(
