@@ -19,6 +19,10 @@ import numpy.typing as npt
 
 from keras_strategies.gpu.topology_devices import TARGETS
 
+IntArray = npt.NDArray[np.int32]
+Cell = tuple[int, ...]
+"""A position in a grid: (x, y, z) for a chip, (x, y, z, core) for a core."""
+
 # More chips than any slice has. The number is limited because libtpu creates
 # an object for each chip.
 _MOST_CHIPS = 2**17
@@ -30,6 +34,14 @@ _EXAMPLES = (
     "'v5e:4x4', 'v5p:2x2x2', 'v6e:4x4' or 'tpu7x:2x2x1', or for GPUs "
     f"({', '.join(TARGETS)}) 'h100:8' or 'h100:8x8'"
 )
+
+_MAX = 64
+"""The maximum number of chips in a group whose size the user did not set."""
+
+_TORUS = 64
+"""The number of devices from which XLA replaces the gathers over an entire 3-D
+slice by all-reduces of full arrays (v4:2x4x4, v4:4x4x4, v5p:4x4x4 with libtpu
+0.0.42; neither v4:2x2x4 nor v5p:2x4x4)."""
 
 
 def make_tpu_devices(
@@ -90,11 +102,6 @@ def _describe_problem(name: object, num_slices: int, reason: str) -> str:
         f"`num_slices` must be positive. Received: {name!r}{slices} "
         f"({reason}). Pass, for example, {_EXAMPLES}."
     )
-
-
-IntArray = npt.NDArray[np.int32]
-Cell = tuple[int, ...]
-"""A position in a grid: (x, y, z) for a chip, (x, y, z, core) for a core."""
 
 
 def has_coordinates(device: jax.Device) -> bool:
@@ -175,15 +182,6 @@ def _describe_integers(name: str, value: object) -> str:
         f"Received: {text}. Pass nested sequences of integers or an integer "
         "array."
     )
-
-
-_MAX = 64
-"""The maximum number of chips in a group whose size the user did not set."""
-
-_TORUS = 64
-"""The number of devices from which XLA replaces the gathers over an entire 3-D
-slice by all-reduces of full arrays (v4:2x4x4, v4:4x4x4, v5p:4x4x4 with libtpu
-0.0.42; neither v4:2x2x4 nor v5p:2x4x4)."""
 
 
 def default_device_order(

@@ -34,6 +34,13 @@ from keras_strategies.variables.variable_creator import (
     variable_creator_scope,
 )
 
+Owned = dict[int, "weakref.ref[Any]"]
+"""Weak references, by id, to arrays that steps returned. No other array shares
+the buffers of these arrays."""
+
+_device_sets: set[frozenset[jax.Device]] = set()
+"""The devices of every strategy whose steps may donate their state."""
+
 
 def all_variables(model: keras.Model) -> list[keras.Variable]:
     """Returns every variable of a model, its optimizers, metrics and losses."""
@@ -195,11 +202,6 @@ def sync_all_fits() -> None:
             model.jax_state_sync()
 
 
-Owned = dict[int, "weakref.ref[Any]"]
-"""Weak references, by id, to arrays that steps returned. No other array shares
-the buffers of these arrays."""
-
-
 def take_ownership(
     group: Group,
     variables: Sequence[keras.Variable],
@@ -251,10 +253,6 @@ def take_ownership(
                     value = copy_with_sharding(value, sharding)
                 pointers.add(pointer)
         group[i] = value
-
-
-_device_sets: set[frozenset[jax.Device]] = set()
-"""The devices of every strategy whose steps may donate their state."""
 
 
 def note_devices(mesh: ReplicaMesh) -> None:
