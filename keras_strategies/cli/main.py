@@ -160,7 +160,7 @@ _MIGRATE_MODES: tuple[Option, ...] = (
     ("--diff", "print the changes", FLAG | {"dest": "shows_diff"}),
 )
 # The modules of commands that have no directory in `cli`.
-_MODULES = {"report": "cli.report_command", "migrate": "migrate.command"}
+_OTHER_MODULES = {"report": "cli.report_command", "migrate": "migrate.command"}
 _HOW_TO_VERIFY: tuple[Option, ...] = (
     ("--verify", "also compare checksums (the default)", FLAG),
     ("--quick", "compare only names and sizes", FLAG),
@@ -231,7 +231,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         words["is_module"] = module is not None
     for name in ("parser", "verify"):
         words.pop(name, None)
-    path = _MODULES.get(command, f"cli.{command}.{command}")
+    path = _OTHER_MODULES.get(command, f"cli.{command}.{command}")
     # Only now: a command's module may need a package that is not installed.
     module = importlib.import_module(f"keras_strategies.{path}")
     return getattr(module, command)(**words)

@@ -5,6 +5,7 @@ import re
 
 from keras_strategies.migrate.scopes import Names
 from keras_strategies.migrate.source import Edit, Span
+from keras_strategies.migrate.tables import SPECIAL
 
 _BLOCKS = ("body", "orelse", "finalbody")
 
@@ -23,7 +24,7 @@ def remove(
     waiting = list(dropped)
     while waiting:
         parent = names.parents.get(waiting.pop())
-        if isinstance(parent, ast.stmt) and _is_idle(parent, dropped):
+        if isinstance(parent, ast.stmt) and _is_idle(names, parent, dropped):
             dropped.add(parent)
             waiting.append(parent)
     return [
@@ -33,14 +34,16 @@ def remove(
     ]
 
 
-def _is_idle(node: ast.stmt, dropped: set[ast.stmt]) -> bool:
+def _is_idle(names: Names, node: ast.stmt, dropped: set[ast.stmt]) -> bool:
     """Returns whether a statement does nothing without what is dropped."""
     parts = (ast.For, ast.If, ast.Try)
     if not isinstance(node, parts) or not set(node.body) <= dropped:
         return False
     # A condition that calls something may have an effect.
     head = getattr(node, "iter", None) or getattr(node, "test", None)
+    function = names.full_name(getattr(head, "func", None))
     is_plain = head is None or isinstance(head, ast.Name | ast.Attribute)
+    is_plain |= SPECIAL.get(function) == "devices"
     return is_plain and not node.orelse and not getattr(node, "finalbody", 0)
 
 

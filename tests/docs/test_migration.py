@@ -1,6 +1,5 @@
-"""The scripts of docs/migration.md run, before and after."""
+"""docs/migration.md and the script of examples/migration, before and after."""
 
-import ast
 import os
 import pathlib
 import re
@@ -8,14 +7,13 @@ import re
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.migrate.porting import port_sources
 from tests.support.commands import python
 
-DOCUMENT = pathlib.Path(__file__).parents[2] / "docs/migration.md"
-SCRIPTS = re.findall(
-    r"^(Before|After):\n\n```python\n(.*?)^```",
-    DOCUMENT.read_text(),
-    re.M | re.S,
-)
+ROOT = pathlib.Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs/migration.md"
+BEFORE = ROOT / "examples/migration/custom_loop_tf.py"
+AFTER = ROOT / "examples/migration/custom_loop.py"
 SEEDS_NAMES = (
     "scope",
     "reduce",
@@ -42,25 +40,38 @@ def assert_learned(shown):
     assert float(shown.split("accuracy")[-1]) > 0.9
 
 
-def test_there_are_two_scripts_before_and_after():
-    kinds = [kind for kind, _ in SCRIPTS]
-    assert kinds == ["Before", "After", "Before", "After"]
+def test_the_script_after_is_the_port_of_the_script_before():
+    ported = port_sources({"script": ("script", BEFORE.read_text())})["script"]
+    assert ported.code == AFTER.read_text()
+    assert ported.left == ()
+    assert ported.num_changed > 15
 
 
-@pytest.mark.parametrize("index", [1, 3])
-def test_a_script_after(index, capsys):
-    exec(SCRIPTS[index][1], {"__name__": "__main__"})
+def test_the_script_after(capsys):
+    exec(AFTER.read_text(), {"__name__": "__main__"})
     assert_learned(capsys.readouterr().out)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", [0, 2])
-def test_a_script_before(index):
+def test_the_script_before():
     environment = os.environ | {"KERAS_BACKEND": "tensorflow"}
-    script = TWO_DEVICES_OF_TF + SCRIPTS[index][1]
+    script = TWO_DEVICES_OF_TF + BEFORE.read_text()
     done = python("-c", script, env=environment)
     assert done.returncode == 0, done.stderr
     assert_learned(done.stdout)
+
+
+def test_the_page_begins_with_the_command_and_the_diff():
+    command, diff = re.findall(
+        r"```(\w+)\n(.*?)```", DOCUMENT.read_text(), re.S
+    )[:2]
+    assert command[0] == "sh"
+    assert command[1].startswith("keras-strategies migrate ")
+    assert diff[0] == "diff"
+    lines = AFTER.read_text().splitlines()
+    added = [line[1:] for line in diff[1].splitlines() if line[:1] == "+"]
+    assert len(added) > 15
+    assert set(added) <= set(lines)
 
 
 def test_every_name_in_the_table_that_is_ours_exists():
@@ -72,15 +83,3 @@ def test_every_name_in_the_table_that_is_ours_exists():
     for name in SEEDS_NAMES:
         assert f"{name}" in table
         assert name in dir(ks.Strategy)
-
-
-def test_the_scripts_after_use_no_other_name_of_tf_than_data():
-    for kind, script in SCRIPTS:
-        used = {
-            ast.unparse(node)
-            for node in ast.walk(ast.parse(script))
-            if isinstance(node, ast.Attribute)
-            and ast.unparse(node).startswith("tf.")
-        }
-        if kind == "After":
-            assert all(name.startswith("tf.data") for name in used), used

@@ -9,6 +9,8 @@ In a page, a list is between two comments:
     <!-- names of keras_strategies in spmd.values hooks.merge -->
     <!-- end of names -->
 
+docs/migration.md has a diff and tables of the command `migrate`.
+
 The words after "in" are the modules that define the names, or the directories
 of these modules. Without them, all names of the public module are listed.
 """
@@ -16,6 +18,8 @@ of these modules. Without them, all names of the public module are listed.
 import ast
 import pathlib
 import re
+
+from tests.support import migration_page
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = "keras_strategies"
@@ -143,6 +147,11 @@ def list_generated():
         texts[path] = make_stub(module)
     for path in sorted((ROOT / "docs" / "api").glob("*.md")):
         texts[path] = make_page(path.read_text("utf-8"))
+    path = ROOT / "docs" / "migration.md"
+    script = ROOT / "examples" / "migration" / "custom_loop_tf.py"
+    texts[path] = migration_page.make_page(
+        path.read_text("utf-8"), script.read_text("utf-8")
+    )
     return texts
 
 
