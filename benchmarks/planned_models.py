@@ -24,7 +24,7 @@ class Case:
     Attributes:
       make: Makes it, of `sizes`. One of numbers of tokens is a classifier.
       sizes: Its sizes.
-      tiny: Those of its twin.
+      tiny: The same, of its twin.
       rows: Of the global batch.
       optimizer: "SGD", "Adam" or "AdamW".
       devices: Virtual CPU devices.

@@ -6,7 +6,7 @@
     ./run bench sharded --tpu --help    # large decoders: sharded_tpu.py
 
 Each peer is a process of its own on virtual CPU devices, and they take turns
-(turns.py). Compared are medians of the ratios of neighbouring turns.
+(turns.py). Compared are medians of the ratios of neighboring turns.
 
 Peers: `ours` (FullySharded), `replicated` (the same strategy without it),
 `modelparallel` (keras.distribution.ModelParallel with the same weights divided

@@ -44,6 +44,59 @@ WORDS = {
 }
 
 
+ROOT = DIRECTORY.parent
+PACKAGE, TESTS = ("keras_strategies",), ("keras_strategies", "tests")
+ALL = (*TESTS, "docs", "CHANGELOG.md")
+# Words, in texts and names, that say less than others: a pattern, what to
+# write, and where the pattern must not occur. Patterns in lower case ignore it.
+PLAINER = (
+    (r"dearest", "most expensive", ALL),
+    (r"endless", "infinite, unknown trip count", ALL),
+    (r"(?<![a-z])folders?(?![a-z])", "directory", ALL),
+    (r"(?<![a-z])cures?(?![a-z])", "fix", ALL),
+    # Tests cause faults; the package finds problems.
+    (
+        r"(?<!at )(?<!segmentation )(?<![a-z])faults?(?![a-z])",
+        "problem",
+        (*PACKAGE, "docs", "CHANGELOG.md"),
+    ),
+    (
+        r"\b(each|every|per) turn\b|\bturns of (a|the) (loop|scan)"
+        r"|\bnumber of turns\b",
+        "iteration",
+        ALL,
+    ),
+    (r"(?<![a-z])twins?(?![a-z])", "retrace, clone", PACKAGE),
+    (r"\b_*(is_uneven|call_unevenly)\b", "ragged", TESTS),
+    (r"\b(That|Those) of\b", "name what it is", ALL),
+    (
+        r"colour|behaviour|favour|neighbour|honour|centre|labelled"
+        r"|modelled|\bgrey\b|catalogue",
+        "American spelling",
+        ALL,
+    ),
+    (
+        r"def test_\w*_(is|are)_told(_once|_first|_at_once)?\(",
+        "is_reported, warns_if",
+        ("tests",),
+    ),
+    (r"def _*(of_\w+|[a-z]\w*_of)\(", "a verb, such as get_shape", PACKAGE),
+    (r"\bmust be for (a|an|the) ", "what is missing", PACKAGE),
+    (
+        r"\b(_?(MOST|LEAST)(_[A-Z]+)*|_(most|least)(_[a-z]+)*"
+        r"|(most|least)_(?!common\b)[a-z_]+"
+        r"|(most|least)(?= ?=|: (int|float)\b))(?!\w)",
+        "max, min",
+        TESTS,
+    ),
+)
+STATE = re.compile(
+    r"Received: (a|an|the|no|both|none|only|another|neither|at least)\b"
+    r"[^{}]*?(\. |\.?$)"
+)
+MAX_WORDS = 40
+
+
 def summary_problem(doc, kind):
     """Returns what is wrong with a docstring's first line, or None."""
     first = doc.splitlines()[0]
@@ -73,6 +126,8 @@ def message_problem(text):
 
     Its rule, in front of "Received", is an obligation or names the problem.
     """
+    if state := STATE.search(text):
+        return f"{state[0]!r} is no value: say what happened"
     rule, is_there, _ = text.partition("Received")
     if is_there and rule.strip() and not RULE.search(rule):
         return 'states its rule as a fact: write "must be"'
@@ -109,13 +164,13 @@ def list_texts(source, tree):
 
 
 def join_message(node):
-    """Returns the text of a raised error, without what is filled in."""
-    parts = [
-        part.value
+    """Returns the text of a raised error, with "{}" for what is filled in."""
+    return "".join(
+        "{}" if isinstance(part, ast.FormattedValue) else part.value
         for part in ast.walk(node)
-        if isinstance(part, ast.Constant) and isinstance(part.value, str)
-    ]
-    return "".join(parts)
+        if isinstance(part, ast.FormattedValue)
+        or (isinstance(part, ast.Constant) and isinstance(part.value, str))
+    )
 
 
 def problems_in(source):
@@ -186,6 +241,7 @@ GOOD = {
         ({"comment": "It is none."}, "is not one"),
         ({"message": "`x` is 3. Received: 4."}, "must be"),
         ({"message": "There is no x. Received: 4."}, None),
+        ({"message": "`x` must be 3. Received: a list. Do."}, "no value"),
     ],
 )
 def test_problems_are_found(change, problem):
@@ -210,3 +266,78 @@ def test_problems_are_found(change, problem):
 def test_problems_of_a_module_are_found(first, problem):
     found = summary_problem(first, "module")
     assert found is None if problem is None else problem in found
+
+
+def list_files(place):
+    """Returns the files of a place in which words are searched."""
+    path = ROOT / place
+    found = [path] if path.is_file() else path.rglob("*")
+    kinds = (".py", ".pyi", ".md", ".toml")
+    here = pathlib.Path(__file__)
+    return sorted(p for p in found if p.suffix in kinds and p != here)
+
+
+def plainer_words(text, place):
+    """Yields the words of a text that `PLAINER` has: (line, word)."""
+    lower = text.lower()
+    for pattern, better, places in PLAINER:
+        if place in places:
+            has_case = re.search("[A-Z]", pattern)
+            for match in re.finditer(pattern, text if has_case else lower):
+                line = text.count("\n", 0, match.start()) + 1
+                yield line, f"{match[0]!r}: {better}"
+
+
+@pytest.mark.parametrize("place", ALL)
+def test_words_are_plain(place):
+    problems = [
+        f"{path.relative_to(ROOT)}:{line}: {problem}"
+        for path in list_files(place)
+        for line, problem in plainer_words(path.read_text("utf-8"), place)
+    ]
+    assert not problems, "\n".join(problems)
+
+
+def list_entries(text):
+    """Yields the entries of a change log: (line, text)."""
+    for match in re.finditer(r"^- .*(\n  .*)*", text, re.M):
+        yield text.count("\n", 0, match.start()) + 1, match[0]
+
+
+def test_entries_of_the_changelog_are_short():
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert not [
+        f"{line}: {entry}"
+        for line, entry in list_entries(text)
+        if len(entry.split()) > MAX_WORDS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "found"),
+    [
+        ("The dearest folder.", "docs", 2),
+        ("def find_fault(cure):", "keras_strategies", 2),
+        ("def find_fault():", "tests", 0),
+        ("A segmentation fault; who is at fault?", "docs", 0),
+        ("in each turn", "tests", 1),
+        ("They take turns.", "docs", 0),
+        ("The sum. Those of others.", "CHANGELOG.md", 1),
+        ("It equals those of others.", "docs", 0),
+        ("def shape_of(x):", "keras_strategies", 1),
+        ("def test_it_is_told(x):", "tests", 1),
+        ("default, secure, obscure", "keras_strategies", 0),
+        ("_MOST_TRIES = least_rows", "keras_strategies", 2),
+        ("def f(most=1, least: int = 2):", "tests", 2),
+        ("most_common, at_most, almost", "keras_strategies", 0),
+        ("the behaviour of a neighbour", "docs", 2),
+    ],
+)
+def test_plainer_words_are_found(text, place, found):
+    assert len(list(plainer_words(text, place))) == found
+
+
+def test_long_entries_are_found():
+    text = "- One.\n- Two,\n  " + "word " * 40 + "\n\n- Three.\n"
+    lengths = [len(e.split()) > MAX_WORDS for _, e in list_entries(text)]
+    assert lengths == [False, True, False]

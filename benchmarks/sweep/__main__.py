@@ -2,7 +2,7 @@
 
 The points (sweep_points.json) vary one factor at a time around three base
 models, and combine them at random. A worker process for each peer is kept
-alive; the peers take turns on a point, and neighbouring turns are compared.
+alive; the peers take turns on a point, and neighboring turns are compared.
 
     ./run bench sweep                     # at most 3 hours
     ./run bench sweep --quick             # 30 fixed points, 8 minutes
@@ -94,7 +94,7 @@ def parsed():
 
 
 def chosen(options):
-    """The points asked for; those of equal workers are neighbours."""
+    """The points asked for; those of equal workers are neighbors."""
     points = sweep_points.load()
     if options.quick:
         points = [p for p in points if p["quick"]]

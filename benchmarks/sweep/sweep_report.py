@@ -28,7 +28,7 @@ class Ratio:
 
     Attributes:
       peer: The peer's name.
-      middle: Median over neighbouring turns of ours divided by the peer's;
+      middle: Median over neighboring turns of ours divided by the peer's;
         for `ours_even` of the times of a row.
       low: Lower end of the median's 90 % bootstrap interval.
       high: Its upper end.

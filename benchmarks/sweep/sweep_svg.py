@@ -5,7 +5,7 @@ from xml.sax.saxutils import escape
 
 CELL_WIDTH, CELL_HEIGHT = 84, 18
 LEFT, TOP = 230, 62
-# A ratio of so much, or its inverse, has the full colour.
+# A ratio of so much, or its inverse, has the full color.
 MAX = 2.0
 FASTER, EVEN, SLOWER = (49, 130, 189), (247, 247, 247), (203, 24, 29)
 
@@ -47,18 +47,18 @@ def heat_map(groups, heads, cells, title):
 
 
 def cell(x, y, ratio):
-    """A coloured rectangle with its ratio written on it."""
+    """A colored rectangle with its ratio written on it."""
     share = max(min(math.log(ratio) / math.log(MAX), 1), -1)
     ink = "white" if abs(share) > 0.7 else "black"
     middle = x + CELL_WIDTH / 2
     return [
         f'<rect x="{x}" y="{y}" width="{CELL_WIDTH - 2}" '
-        f'height="{CELL_HEIGHT - 2}" fill="{colour(share)}"/>',
+        f'height="{CELL_HEIGHT - 2}" fill="{color(share)}"/>',
         text(middle, y + 12, f"{ratio:.2f}", anchor="middle", fill=ink),
     ]
 
 
-def colour(share):
+def color(share):
     """Between blue (-1), white (0) and red (1)."""
     end = SLOWER if share > 0 else FASTER
     mixed = [

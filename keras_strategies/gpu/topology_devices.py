@@ -59,12 +59,12 @@ class Target:
     def format(self) -> str:
         """Returns XLA's target config: the text of a GpuTargetConfigProto."""
         # Each multiprocessor reserves one KiB of a block's shared memory.
-        most_shared = self.shared_memory - 1024
+        max_shared = self.shared_memory - 1024
         feature = "ACCELERATED_FEATURES" if self.capability > 8 else "NONE"
         major, minor, patch = CUDNN
         return string.Template(_CONFIG.read_text("utf-8")).substitute(
             dataclasses.asdict(self),
-            most_shared=most_shared,
+            max_shared=max_shared,
             feature=feature,
             matrix_units=self._format_matrix_units(),
             cudnn=".".join(map(str, CUDNN)),

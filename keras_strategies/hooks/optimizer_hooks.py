@@ -178,7 +178,7 @@ def _receive(
 ) -> list[Any]:
     """Returns the gradients that are reduced over the replicas.
 
-    Those of a model's step are marked. If this replica has no rows, they are
+    A model's step marks them. If this replica has no rows, they are
     zero.
 
     Args:

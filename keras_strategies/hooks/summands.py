@@ -77,7 +77,7 @@ def accumulate(
       divisor: The number by which the sum of the gradients is divided.
 
     Returns:
-      The new values. Those of accumulators are marked as summands. Empty if
+      The new values. Accumulators are marked as summands. Empty if
       the accumulators are sums, or the gradients cannot be added to them. In
       the latter case the optimizer uses summands as sums.
     """

@@ -8,7 +8,7 @@ from keras_strategies.migrate.port import PACKAGE, Port
 from keras_strategies.migrate.scopes import (
     Scope,
     bindings,
-    module_of,
+    get_module,
     normalize,
 )
 from keras_strategies.migrate.source import Rendered
@@ -23,10 +23,10 @@ _FIRST |= {"tensorflow_datasets", "tensorflow_hub", "tensorflow_addons"}
 _FROM = re.compile(r"from\s+([\w.]+)\s+import\b")
 
 
-def roots_of(node: ast.Import | ast.ImportFrom) -> set[str]:
+def find_roots(node: ast.Import | ast.ImportFrom) -> set[str]:
     """Returns the first names of the modules that a statement imports."""
     if isinstance(node, ast.ImportFrom):
-        return {module_of(node).split(".")[0]}
+        return {get_module(node).split(".")[0]}
     return {alias.name.split(".")[0] for alias in node.names}
 
 
@@ -44,7 +44,7 @@ def port_imports(port: Port, rendered: Rendered) -> set[ast.stmt]:
     unused = names.find_uses() - names.find_uses(rendered.keeps)
     anchors: dict[Scope, ast.stmt] = {}
     for node in names.imports:
-        if roots_of(node) & _FIRST:
+        if find_roots(node) & _FIRST:
             anchors.setdefault(names.scope_of[node], node)
     needed: dict[Scope, set[str]] = {scope: set() for scope in anchors}
     for edit in rendered.edits:
@@ -93,10 +93,10 @@ def _port_import(
     port: Port, node: ast.Import | ast.ImportFrom, unused: set[tuple[str, str]]
 ) -> list[str]:
     """Ports a statement; returns those that there are then."""
-    if not roots_of(node) & (TENSORFLOW | {"keras"}):
-        return [f"import {root}" for root in roots_of(node) if root]
+    if not find_roots(node) & (TENSORFLOW | {"keras"}):
+        return [f"import {root}" for root in find_roots(node) if root]
     is_from = isinstance(node, ast.ImportFrom)
-    module = module_of(node) if is_from else ""
+    module = get_module(node) if is_from else ""
     groups: dict[str, list[str]] = {}
     for alias, bound in zip(node.names, bindings(node), strict=True):
         full = f"{module}.{alias.name}".lstrip(".")

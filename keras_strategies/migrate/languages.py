@@ -62,7 +62,7 @@ class File:
     around: set[Scope] = dataclasses.field(default_factory=set)
     symbolic: set[ast.AST] = dataclasses.field(default_factory=set)
 
-    def language_of(self, scope: Scope) -> Language:
+    def get_language(self, scope: Scope) -> Language:
         """Returns the language of the code in a scope."""
         for each in scope.enclosing():
             found = [kind for kind in self.found if each in self.found[kind]]
@@ -145,7 +145,7 @@ def _read_call(file: File, scope: Scope, call: ast.Call) -> None:
     """Finds the functions that a call computes in steps or in datasets."""
     full = file.names.full_name(call.func)
     method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-    values = values_of(call)
+    values = get_values(call)
     is_data = full.startswith("tensorflow.data.")
     if is_data or full in tables.WORDS["python_calls"]:
         _add(file, Language.DATA, scope, values)
@@ -171,7 +171,7 @@ def _read_call(file: File, scope: Scope, call: ast.Call) -> None:
         _add(file, Language.STEP, scope, call.args[:1])
 
 
-def values_of(call: ast.Call) -> list[ast.expr]:
+def get_values(call: ast.Call) -> list[ast.expr]:
     """Returns the values of a call's arguments."""
     return [*call.args, *(word.value for word in call.keywords)]
 
@@ -195,7 +195,7 @@ def _add(
             word = dotted_name(value.func).split(".")[-1]
             is_wrapper = word in ("partial", "function")
             value = value.args[0] if is_wrapper else value.func
-        functions = _functions_of(file.names, scope, value)
+        functions = _find_functions(file.names, scope, value)
         origin = file.names.full_name(value)
         is_known = origin.startswith(_LIBRARIES)
         if not functions and origin and not is_known:
@@ -205,7 +205,7 @@ def _add(
     return is_function
 
 
-def _functions_of(names: Names, scope: Scope, node: ast.AST) -> list[Scope]:
+def _find_functions(names: Names, scope: Scope, node: ast.AST) -> list[Scope]:
     """Returns the functions of this file that a name or a method is."""
     if isinstance(node, ast.Lambda):
         return [names.scopes[node]]
@@ -280,6 +280,6 @@ def _find_symbolic(file: File, scope: Scope) -> None:
         if is_symbolic(value):
             tensors |= targets
     for call in scope.calls:
-        if any(map(is_symbolic, values_of(call))):
+        if any(map(is_symbolic, get_values(call))):
             file.symbolic.add(call)
             _add(file, Language.STEP, scope, [call.func])

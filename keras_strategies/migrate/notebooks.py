@@ -68,7 +68,7 @@ def read_notebook(text: str) -> Notebook:
     """
     document = json.loads(text)
     if not isinstance(document, dict) or "cells" not in document:
-        raise ValueError("a notebook must have cells. Received: none")
+        raise ValueError("a notebook must have cells, but it has none")
     magics: list[str] = []
     pieces = []
     for index, cell in enumerate(document["cells"]):

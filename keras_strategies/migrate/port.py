@@ -60,7 +60,7 @@ class Port:
     def language(self, node: ast.AST) -> Language:
         """Returns the language of the code that a node is in."""
         scope = self.scope(node)
-        language = self.file.language_of(scope)
+        language = self.file.get_language(scope)
         if language or not self.file.is_around(scope):
             around = {node, *self.names.ancestors(node)}
             is_symbolic = not language and around & self.file.symbolic

@@ -7,7 +7,11 @@ import sys
 from typing import cast
 
 from keras_strategies.migrate.calls import port_call
-from keras_strategies.migrate.imports import TENSORFLOW, port_imports, roots_of
+from keras_strategies.migrate.imports import (
+    TENSORFLOW,
+    find_roots,
+    port_imports,
+)
 from keras_strategies.migrate.languages import File, follow
 from keras_strategies.migrate.port import MARK, Port, keep_marks
 from keras_strategies.migrate.removal import remove
@@ -78,7 +82,7 @@ def _describe(error: Exception) -> str:
 
 def _concerns(names: Names) -> bool:
     """Returns whether a file imports TensorFlow, or sets a distribution."""
-    return any(roots_of(node) & TENSORFLOW for node in names.imports) or any(
+    return any(find_roots(node) & TENSORFLOW for node in names.imports) or any(
         names.full_name(use).startswith(_DISTRIBUTION)
         for scope in names.scopes.values()
         for use in scope.uses

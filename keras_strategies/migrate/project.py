@@ -95,7 +95,7 @@ def port_files(paths: Sequence[str]) -> list[FileReport]:
             path=path, before=text, after=text, encoding=encoding
         )
         code = notebooks[path].source if path in notebooks else text
-        sources[path] = (_module_of(path), code)
+        sources[path] = (_get_module(path), code)
     for path, result in port_sources(sources).items():
         old = sources[path][1]
         reports[path] = _complete(
@@ -113,7 +113,7 @@ def _read(path: str) -> tuple[str, str]:
     return data.decode(encoding), encoding
 
 
-def _module_of(path: str) -> str:
+def _get_module(path: str) -> str:
     parts = pathlib.PurePath(path).with_suffix("").parts
     names = [part for part in parts if part.isidentifier()]
     return ".".join(names[:-1] if names[-1:] == ["__init__"] else names)

@@ -18,7 +18,7 @@ def remove(
     Args:
       names: The names of the file.
       dropped: The statements.
-      filled: Those of them before which others were inserted.
+      filled: The ones before which others were inserted.
     """
     dropped = set(dropped)
     waiting = list(dropped)

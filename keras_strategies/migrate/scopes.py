@@ -235,7 +235,7 @@ def normalize(name: str) -> str:
     return ".".join(words[words[:2] == ["tensorflow", "keras"] :])
 
 
-def module_of(node: ast.ImportFrom) -> str:
+def get_module(node: ast.ImportFrom) -> str:
     """Returns the module that a statement imports from, with its dots."""
     return "." * node.level + (node.module or "")
 
@@ -244,7 +244,7 @@ def bindings(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
     """Returns the names that an import binds, with their full names."""
     if isinstance(node, ast.ImportFrom):
         return [
-            (a.asname or a.name, f"{module_of(node)}.{a.name}")
+            (a.asname or a.name, f"{get_module(node)}.{a.name}")
             for a in node.names
         ]
     roots = [alias.name.split(".")[0] for alias in node.names]

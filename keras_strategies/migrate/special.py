@@ -81,7 +81,7 @@ def port_range(port: Port, call: ast.Call) -> None:
 def port_print(port: Port, call: ast.Call) -> None:
     """Writes `tf.print` as JAX's in steps, and as Python's around them."""
     args = port.source.arguments(call)
-    is_step = port.file.language_of(port.scope(call)) is Language.STEP
+    is_step = port.file.get_language(port.scope(call)) is Language.STEP
     port.replace(call.func, "jax.debug.print" if is_step else "print")
     if not is_step:
         port.drop_arguments(call, [arg for arg in args if arg.word])

@@ -352,8 +352,8 @@ def has_unsure_collectives(jaxpr: ClosedJaxpr) -> bool:
     """Returns whether a program has collectives in branches or `while` loops.
 
     Such collectives may run on only some of the replicas, or a different number
-    of times on each. Those of `sum_if` run on all of them, unless it is itself
-    in a branch.
+    of times on each. Functions given to `sum_if` run on all of them, unless it
+    is itself in a branch.
     """
     return any(
         stages.is_collective(inner)

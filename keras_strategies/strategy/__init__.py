@@ -1,1 +1,1 @@
-"""The strategies: classes that choose devices and share all other behaviour."""
+"""The strategies: classes that choose devices and share all other behavior."""

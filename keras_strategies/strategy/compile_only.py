@@ -66,7 +66,7 @@ class CompileOnlyStrategy(Strategy):
             left out) and the number of GPUs of each host, such as "h100:8" or
             "h100:8x8".
           num_slices: The number of such TPU slices, connected by the data
-            centre's network.
+            center's network.
           computation_shape: The number of a replica's cores in each dimension:
             x, y, z and core within a chip. By default, each core is a replica.
             Together, the replicas use all cores of the slice. For GPUs, x is

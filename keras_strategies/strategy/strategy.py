@@ -1,4 +1,4 @@
-"""The behaviour that all strategies share."""
+"""The behavior that all strategies share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

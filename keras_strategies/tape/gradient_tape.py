@@ -279,7 +279,7 @@ class GradientTape:
                 self._mark,
             )
         )
-        # Those of complex sources are conjugates of JAX's.
+        # Gradients of complex sources are conjugates of JAX's.
         parts = [[next(gradients) for _ in each] for each in connected]
         return [
             jnp.conj(functools.reduce(operator.add, each)) if each else None

@@ -295,13 +295,13 @@ def _read_count(
             f"`num_replicas` must be a positive integer. Received: {value!r}."
         )
     mesh = topology.mesh_shape.tolist()
-    most = math.prod(_count_replicas(mesh, shape, stride))
+    maximum = math.prod(_count_replicas(mesh, shape, stride))
     if topology.missing_devices.size:
         present = topology.num_tasks * topology.num_tpus_per_task
-        most = min(most, present // math.prod(shape))
-    if count > most:
+        maximum = min(maximum, present // math.prod(shape))
+    if count > maximum:
         raise ValueError(
-            f"Only {most} replicas fit in the topology with this "
+            f"Only {maximum} replicas fit in the topology with this "
             "computation_shape and computation_stride. Received: "
             f"num_replicas={value}, computation_shape={list(shape)}, "
             f"computation_stride={list(stride)}, mesh_shape={mesh}, "
@@ -344,7 +344,7 @@ def _place_in_rows(
     return (starts[:, None] + cells).astype(np.int32)
 
 
-def _choose_grid(most: Sequence[int], count: int) -> list[int]:
+def _choose_grid(maximum: Sequence[int], count: int) -> list[int]:
     """Chooses the number of replicas in each dimension.
 
     The replicas form a grid that is as close to a cube as possible.
@@ -353,16 +353,16 @@ def _choose_grid(most: Sequence[int], count: int) -> list[int]:
     the same chip if possible, and otherwise on the same host.
 
     Args:
-      most: The number of replicas that fit in each dimension.
+      maximum: The number of replicas that fit in each dimension.
       count: The total number of replicas.
     """
-    grid = [1] * len(most)
-    last = len(most) - 1
+    grid = [1] * len(maximum)
+    last = len(maximum) - 1
     dims = sorted(
-        range(len(most)), key=lambda d: (most[d], -1 if d == last else d)
+        range(len(maximum)), key=lambda d: (maximum[d], -1 if d == last else d)
     )
     for remaining, dim in zip(range(len(dims), 0, -1), dims, strict=True):
-        grid[dim] = min(_ceil_root(count, remaining), most[dim])
+        grid[dim] = min(_ceil_root(count, remaining), maximum[dim])
         count = -(-count // grid[dim])
     return grid
 

@@ -25,7 +25,7 @@ Cell = tuple[int, ...]
 
 # More chips than any slice has. The number is limited because libtpu creates
 # an object for each chip.
-_MOST_CHIPS = 2**17
+_MAX_CHIPS = 2**17
 _NAME = re.compile(
     r"[A-Za-z0-9]+:(?P<shape>\d+(x\d+){1,2})(_twisted|_untwisted)?", re.ASCII
 )
@@ -63,7 +63,7 @@ def make_tpu_devices(
     match = _NAME.fullmatch(name) if isinstance(name, str) else None
     sizes = match["shape"].split("x") if match else ["0"]
     if any(len(size) > 6 for size in sizes) or not (
-        0 < math.prod(int(size) for size in sizes) * num_slices <= _MOST_CHIPS
+        0 < math.prod(int(size) for size in sizes) * num_slices <= _MAX_CHIPS
     ):
         raise ValueError(
             _describe_problem(name, num_slices, "wrong format, or too large")

@@ -264,7 +264,7 @@ def test_the_best_is_kept(runner, tmp_path):
         every=2,
     ),
 )
-def test_a_best_that_is_nowhere_is_told_once(
+def test_a_best_that_is_nowhere_is_reported_once(
     runner, tmp_path, caplog, best, validation_freq, is_told
 ):
     keep = ks.checkpoint.Keep(last=2, best=best, mode="max")
@@ -548,7 +548,7 @@ def monitor_units(units):
     )
 
 
-def test_other_shapes_are_told(tmp_path):
+def test_other_shapes_are_reported(tmp_path):
     first = compiled(monitor_units(3))
     first.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
     second = compiled(monitor_units(5))
@@ -565,7 +565,7 @@ def test_other_shapes_are_told(tmp_path):
     ],
     ids=str,
 )
-def test_what_else_is_another_is_told(tmp_path, options, what):
+def test_what_else_is_another_is_reported(tmp_path, options, what):
     first = compiled(monitor_units(3))
     first.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
     second = compiled(monitor_units(3), **options)
@@ -575,7 +575,7 @@ def test_what_else_is_another_is_told(tmp_path, options, what):
         second.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
 
 
-def test_weights_that_differ_are_told_first(tmp_path):
+def test_weights_that_differ_are_reported_first(tmp_path):
     first = compiled(monitor_units(3), optimizer="adam")
     first.fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
     second = compiled(monitor_units(5), optimizer="adam")
@@ -606,7 +606,7 @@ class SetsAlone(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("kind", [GetsAlone, SetsAlone])
-def test_a_callback_with_half_of_what_it_needs_is_told(
+def test_a_callback_with_half_of_what_it_needs_is_reported(
     runner, tmp_path, kind, caplog
 ):
     fit(runner, kind(), Checkpoint(tmp_path))
@@ -643,7 +643,7 @@ def test_a_callback_with_half_of_what_it_needs_is_told(
         *("other kind", "of as many rows", "same"),
     ],
 )
-def test_other_batches_in_the_middle_of_an_epoch_are_told(
+def test_other_batches_in_the_middle_of_an_epoch_are_reported(
     runner, tmp_path, other, what, caplog
 ):
     with pytest.raises(Interrupted):

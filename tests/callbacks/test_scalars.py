@@ -661,7 +661,7 @@ def test_bad_arguments(arguments, error, message):
         Scalars(**({"log_dir": "logs"} | arguments))
 
 
-def test_a_directory_that_cannot_be_made_is_told_before_the_first_step(
+def test_a_directory_that_cannot_be_made_is_reported_before_the_first_step(
     tmp_path,
 ):
     (tmp_path / "file").write_text("")

@@ -319,13 +319,13 @@ manager.save(1)
 manager.wait()
 # As a disk that is full in the middle: a write fails, and not the first.
 variable.assign(np.random.default_rng(0).random(100_000))
-_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
+_, maximum = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, maximum))
 try:
     manager.save(2)
     manager.wait()
 finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (maximum, maximum))
 """
 
 

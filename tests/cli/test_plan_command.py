@@ -46,7 +46,7 @@ ANY = ("--topology", "v5e:4x4", "-m", "train")
         ([*ANY, "--html", "."], "must be a file"),
     ],
 )
-def test_wrong_arguments_are_told_at_once(words, message, capsys):
+def test_wrong_arguments_are_reported_at_once(words, message, capsys):
     assert main(["plan", *words]) == 2
     assert message in capsys.readouterr().err
 
@@ -109,7 +109,7 @@ def test_the_generation_is_checked_before_libtpu_is_needed(
     assert "v5p" in line
 
 
-def test_a_plugin_that_does_not_load_is_told_in_a_line(
+def test_a_plugin_that_does_not_load_is_reported_in_a_line(
     tmp_path, monkeypatch, capfd
 ):
     script = tmp_path / "train.py"

@@ -991,7 +991,7 @@ def test_variables_are_those_of_the_newest_checkpoint(tmp_path):
     rate = estimator.get_variable_value("optimizer/adam/learning_rate")
     assert rate == np.float32(0.05)
     with pytest.raises(ValueError, match="get_variable_names"):
-        estimator.get_variable_value("dense/colour")
+        estimator.get_variable_value("dense/color")
 
 
 def test_names_do_not_depend_on_what_was_made_before(tmp_path):
@@ -1073,14 +1073,14 @@ def test_wrong_settings_are_refused(settings, error, text):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"vars_to_warm_start": "colour"}, "matches none"),
+        ({"vars_to_warm_start": "color"}, "matches none"),
         (
-            {"var_name_to_prev_var_name": {"colour": "dense/bias"}},
-            r"\['colour'\], which are not among",
+            {"var_name_to_prev_var_name": {"color": "dense/bias"}},
+            r"\['color'\], which are not among",
         ),
         (
-            {"var_name_to_prev_var_name": {"dense/bias": "colour"}},
-            "'colour', which",
+            {"var_name_to_prev_var_name": {"dense/bias": "color"}},
+            "'color', which",
         ),
         (
             {"var_name_to_prev_var_name": {"dense/bias": "dense/kernel"}},

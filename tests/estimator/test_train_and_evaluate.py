@@ -349,7 +349,7 @@ def test_an_evaluator_waits_no_longer_than_asked_for(tmp_path, monkeypatch):
         every=2,
     ),
 )
-def test_a_cluster_without_an_evaluator_is_told_once(
+def test_a_cluster_without_an_evaluator_is_reported_once(
     tmp_path, monkeypatch, caplog, cluster, is_evaluated, count
 ):
     task = {"type": next(iter(cluster)), "index": 0}
@@ -493,8 +493,8 @@ def test_wrong_hook_is_refused(tmp_path, arguments, error, text):
 def test_result_that_is_not_there_is_named(tmp_path):
     estimator = estimator_of(tmp_path)
     records.append(estimator.eval_dir(), 1, {"loss": 1.0})
-    hook = experimental.stop_if_lower_hook(estimator, "colour", 1)
-    with pytest.raises(ValueError, match="'colour'; the results are .'loss'"):
+    hook = experimental.stop_if_lower_hook(estimator, "color", 1)
+    with pytest.raises(ValueError, match="'color'; the results are .'loss'"):
         estimator.train(infinite, steps=2, hooks=[hook])
     for arguments in ((3, 1), ("loss", "a")):
         with pytest.raises(TypeError):
@@ -670,9 +670,9 @@ def test_a_result_that_is_renamed_is_there(tmp_path):
     estimator = ks.estimator.model_to_estimator(
         keras_model(),
         config=models.config_of(tmp_path),
-        metric_names_map={"colour": "color"},
+        metric_names_map={"hue": "color"},
     )
-    with pytest.raises(ValueError, match="'colour'; the results are"):
+    with pytest.raises(ValueError, match="'color'; the results are"):
         estimator.evaluate(arrays)
 
 

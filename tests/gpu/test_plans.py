@@ -216,7 +216,7 @@ def test_the_rows_that_fit_are_those_of_the_gpu_s_memory():
     assert not few.is_max_verified
 
 
-def test_more_gpus_than_rows_are_told():
+def test_more_gpus_than_rows_are_reported():
     rows = array(4, WIDTH)
     found = mirrored(1).plan(
         perceptron,

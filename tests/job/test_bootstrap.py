@@ -70,7 +70,7 @@ ks.MultiWorkerMirroredStrategy(startup_timeout_s=2.0)
 @pytest.mark.parametrize(
     "method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)]
 )
-def test_a_child_of_a_script_without_a_guard_is_told(tmp_path, method):
+def test_a_child_of_a_script_without_a_guard_is_reported(tmp_path, method):
     script = tmp_path / "script.py"
     script.write_text(WITHOUT_GUARD)
     addresses = [f"127.0.0.1:{port}" for port in find_free_ports(2)]

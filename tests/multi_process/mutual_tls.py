@@ -29,7 +29,7 @@ def train_and_knock(me, addresses, environ, stranger):
 
     Args:
       me: This process.
-      addresses: Those of the job.
+      addresses: The job's addresses.
       environ: JAX's variables.
       stranger: The variables of one whom another CA has certified.
     """

@@ -122,7 +122,7 @@ def fitted(name, *, is_scanned):
         "history": history,
         "evaluated": model.evaluate(x, y, **given),
         "predicted": model.predict(x, **given),
-        # Those of seeds too.
+        # Also those of seeds.
         "variables": [np.asarray(v) for v in model.variables],
     }
     return model, found

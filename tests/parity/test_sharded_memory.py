@@ -51,20 +51,20 @@ def held():
         for device in devices
     ) / 1e6
 
-most = {"resident": 0.0, "held": 0.0}
+maximum = {"resident": 0.0, "held": 0.0}
 is_over = False
 
 def watch():
     while not is_over:
-        most["resident"] = max(most["resident"], resident())
+        maximum["resident"] = max(maximum["resident"], resident())
         time.sleep(0.005)
 
 def measured(work):
     # Growth of this process, and what a device holds afterwards.
-    start = most["resident"] = resident()
+    start = maximum["resident"] = resident()
     result = work()
-    most["resident"] = max(most["resident"], resident())
-    return result, [most["resident"] - start, held()]
+    maximum["resident"] = max(maximum["resident"], resident())
+    return result, [maximum["resident"] - start, held()]
 
 with tempfile.TemporaryDirectory() as directory:
     manager = saved(built(64, 2), directory)

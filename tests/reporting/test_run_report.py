@@ -293,7 +293,7 @@ def test_a_disk_that_fills_ends_the_report_and_not_the_training(
     assert written["starts"][-1]["figures"]["steps"] == 0
 
 
-def test_a_disk_that_is_full_at_the_start_is_told_before_any_step(
+def test_a_disk_that_is_full_at_the_start_is_reported_before_any_step(
     tmp_path, monkeypatch
 ):
     FillDisk(monkeypatch, 0).fill()

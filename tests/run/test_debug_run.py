@@ -220,7 +220,7 @@ def a_collective_in_jit():
         (a_collective_in_jit, RuntimeError, "In debug mode"),
     ],
 )
-def test_what_differs_between_replicas_is_told(fn, error, text):
+def test_what_differs_between_replicas_is_reported(fn, error, text):
     strategy = mirrored(2)
     with strategy.debug(), pytest.raises(error, match=text):
         strategy.run(fn)

@@ -262,7 +262,7 @@ def test_seeds_that_replicas_use_differently_stay_replicated():
     assert np.asarray(seeds.state.value).tolist() == [3, 2]
 
 
-def test_a_function_that_catches_everything_is_told():
+def test_a_function_that_catches_everything_is_reported():
     strategy = mirrored(2)
 
     def step(x):
@@ -410,7 +410,7 @@ def test_copies_are_gathered():
 # What failed, or happens at once.
 
 
-def test_a_program_that_failed_late_is_told_once():
+def test_a_program_that_failed_late_is_reported_once():
     strategy = mirrored(2)
 
     def fail(x):

@@ -127,7 +127,7 @@ def test_place_keeps_the_structure_and_the_types():
     assert types == ["bool", "uint8", "bfloat16", "int32"]
 
 
-def test_equal_neighbours_are_one_segment():
+def test_equal_neighbors_are_one_segment():
     batches = [rows(4, start=s) for s in (0, 100, 200)]
     mesh = make_mesh(2)
     (segment,) = place(batches, mesh).segments

@@ -274,8 +274,8 @@ class OwnStep(keras.Model):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
 
         def loss_of(weights):
-            centre = context().all_reduce("mean", ops.mean(x * weights[0]))
-            return ops.mean(ops.square(x * weights[0] - centre - y))
+            center = context().all_reduce("mean", ops.mean(x * weights[0]))
+            return ops.mean(ops.square(x * weights[0] - center - y))
 
         loss, grads = jax.value_and_grad(loss_of)(weights)
         weights, slots = self.optimizer.stateless_apply(slots, grads, weights)
@@ -290,8 +290,8 @@ def test_a_train_step_of_ones_own_sees_its_replica(replicas, rows):
     x = batch(rows)
     model = compiled_in(mirrored(replicas), OwnStep, keras.optimizers.SGD(0.1))
     parts = split(x.astype("float64"), replicas)
-    centre = np.mean([part.mean() for part in parts])
-    loss = np.mean([np.mean((part - centre) ** 2) for part in parts])
+    center = np.mean([part.mean() for part in parts])
+    loss = np.mean([np.mean((part - center) ** 2) for part in parts])
     y = np.zeros_like(x)
     history = model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
     assert history.history["total"] == [pytest.approx(loss, rel=2e-5)]
@@ -455,7 +455,7 @@ def test_other_rows_than_the_batch_has_are_not_returned(rows):
         model.predict(batch(rows), batch_size=rows, verbose=0)
 
 
-def centred(x):
+def centered(x):
     """Subtracts the mean of all replicas' rows."""
     if ks.in_cross_replica_context():
         return x
@@ -485,7 +485,7 @@ def test_looked_up_weights_before_a_collective(rows, loss):
                 [
                     keras.Input((3,)),
                     keras.layers.Embedding(5, 2),
-                    keras.layers.Lambda(centred),
+                    keras.layers.Lambda(centered),
                     keras.layers.Flatten(),
                     keras.layers.Dense(1),
                 ]

@@ -379,7 +379,7 @@ def test_a_step_that_counts_rows_is_that_of_one_device(make, make_strategy):
 
 
 @pytest.mark.parametrize("make_strategy", [mirrored, sharded])
-def test_the_place_of_a_sum_is_told(make_strategy):
+def test_the_place_of_a_sum_is_reported(make_strategy):
     _, (message,) = train(ClippedOwnSums, make_strategy(2), train_on_batch)
     assert "at test_row_counts.py:" in message
 

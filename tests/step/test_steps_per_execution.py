@@ -315,7 +315,7 @@ def dispatched(fn):
             pytest.param(64, 4, 2, marks=pytest.mark.slow),
             (64, 3, 3),
             (64, 10, 1),
-            # Seven batches of 8 and one of 4: equal neighbours share a program.
+            # Seven batches of 8 and one of 4: equal neighbors share a program.
             (60, 4, 3),
             # Indivisible ones too: 5 batches of 8, one of 3.
             (43, 10, 2),

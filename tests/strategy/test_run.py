@@ -618,11 +618,11 @@ def test_every_replica_sees_exactly_its_rows(replicas, rows):
     def fn(x, scale):
         context = ks.get_replica_context()
         total = context.all_reduce("sum", jnp.sum(x))
-        centred = x - total
+        centered = x - total
         return {
-            "rows": centred * scale,
+            "rows": centered * scale,
             "count": context.all_reduce("sum", x.shape[0]),
-            "all": context.all_reduce("sum", jnp.sum(centred)),
+            "all": context.all_reduce("sum", jnp.sum(centered)),
             "name": "a",
         }
 
@@ -804,7 +804,7 @@ def test_a_variable_without_aggregation_must_be_written_alike():
     assert int(steps) == 4
 
 
-def test_what_differs_in_a_later_call_is_told_at_the_next():
+def test_what_differs_in_a_later_call_is_reported_at_the_next():
     strategy = mirrored(2)
     with strategy.scope():
         own = keras.Variable(1.0, name="own")

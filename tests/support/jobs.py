@@ -14,7 +14,7 @@ def values_of(target, count, *args, **options):
       target: The function: "multi_process.faults:run", a module of `tests`.
       count: How many processes.
       args: What it is called with; a path comes as text.
-      options: Those of `run_and_list_results`.
+      options: See `run_and_list_results`.
     """
     (values,) = values_of_each(count, (target, *args), **options)
     return values
@@ -26,7 +26,7 @@ def values_of_each(count, *calls, **options):
     Args:
       count: How many processes.
       calls: For each call the function, and what it is called with.
-      options: Those of `run_and_list_results`.
+      options: See `run_and_list_results`.
 
     Returns:
       For each call, the values of the processes.

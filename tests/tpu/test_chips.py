@@ -44,7 +44,7 @@ def test_each_gpu_that_programs_are_compiled_for_has_specifications(name):
     assert chip.name == name
     assert chip.memory_bytes == TARGETS[name].memory
     assert chip.source.endswith(f"/{name}")
-    # Those of XLA's target: two operations in each cycle.
+    # Rates of XLA's target: two operations in each cycle.
     target = TARGETS[name]
     units = target.cores * 4 * target.matrix_ops * target.matrix_clock_ghz
     assert chip.flops == pytest.approx(2e9 * units, rel=0.02)

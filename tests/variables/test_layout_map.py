@@ -80,7 +80,7 @@ def test_a_key_may_match_another_model_of_the_strategy():
     assert warned(lambda: USES["fit"](second, strategy)) == []
 
 
-def test_a_key_that_matches_a_part_of_a_path_is_told_with_the_path():
+def test_a_key_that_matches_a_part_of_a_path_is_reported_with_the_path():
     strategy = strategy_of("dense_a/kernel")
     model = make_model(strategy, name="dense_a")
     (message,) = warned(lambda: USES["fit"](model, strategy))

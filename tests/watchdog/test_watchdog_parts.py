@@ -340,7 +340,7 @@ def test_state_is_not_kept_from_being_donated(clock):
     progress.run(2, lambda: ([], []), ())
 
 
-def test_starting_a_program_is_told(clock):
+def test_starting_a_program_is_reported(clock):
     progress = made(clock)
 
     def program():

@@ -44,7 +44,7 @@ class RestartRules:
     """
 
     def __init__(self, maximum: int, min_processes: int) -> None:
-        self._most = maximum
+        self._max = maximum
         self._min_processes = min_processes
         self.num_restarts = 0
         # How the job ended before: its end and step, and how often it ended so
@@ -69,10 +69,10 @@ class RestartRules:
             was last started.
           num_processes: The number of processes of the cluster.
         """
-        if end.is_final or not self._most:
+        if end.is_final or not self._max:
             return ""
-        if self.num_restarts == self._most:
-            return f"the limit of {self._most} restarts is reached"
+        if self.num_restarts == self._max:
+            return f"the limit of {self._max} restarts is reached"
         if progress.has_trained and not progress.has_directory:
             return _CHECKPOINTS
         reason = self._find_problem(end, progress)

@@ -142,7 +142,7 @@ class _Host:
         secret: Secret | None,
     ) -> None:
         self._secret = secret
-        self._count = self._most = hello["count"]
+        self._count = self._max = hello["count"]
         self._names = names
         self._end = 0.0
         self._hellos: dict[int, dict[str, Any]] = {0: hello}
@@ -179,7 +179,7 @@ class _Host:
             server.setblocking(False)
             stack.callback(self._close)
             listens = False
-            while len(self._hellos) < self._most and self._compute_left_s() > 0:
+            while len(self._hellos) < self._max and self._compute_left_s() > 0:
                 # Stops accepting while too many connections are pending.
                 if listens != (len(self._pending) < _MAX_PENDING):
                     listens = not listens
@@ -291,7 +291,7 @@ class _Host:
         self._hellos.setdefault(process, hello)
         if problem and not self._problem:
             self._problem = problem
-            self._most = max(self._most, hello["count"])
+            self._max = max(self._max, hello["count"])
             self._end = min(self._end, time.monotonic() + _LINGER_S)
 
     def _send(self, connection: socket.socket, message: dict[str, Any]) -> None:

@@ -114,7 +114,7 @@ def share(processes: tuple[int, ...], variable: Note, data: bytes) -> bytes:
     Args:
       processes: JAX's ids of the processes that create the variable.
       variable: The description of the variable.
-      data: The value as a few bytes. Those of the first process are sent.
+      data: The value as a few bytes. The first process sends them.
 
     Returns:
       The first process's `data`.

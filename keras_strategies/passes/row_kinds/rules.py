@@ -65,7 +65,7 @@ def kinds_of_results(call: Call) -> list[Kind]:
     rule = _RULES.get(call.name)
     if rule is None and all(kind.is_const for kind in call.kinds):
         result = join_plain(call.kinds)
-        return [_check_with_twin(call, result, k) for k in range(num)]
+        return [_check_with_retrace(call, result, k) for k in range(num)]
     if call.name == "mul" and any(kind.is_zero for kind in call.kinds):
         # Also of a value that mixes rows.
         return [elementwise.elementwise(call)]
@@ -76,7 +76,9 @@ def kinds_of_results(call: Call) -> list[Kind]:
         return [call.make_mixed()] * num
     results = rule(call)
     results = results if isinstance(results, list) else [results] * num
-    return [_check_with_twin(call, kind, k) for k, kind in enumerate(results)]
+    return [
+        _check_with_retrace(call, kind, k) for k, kind in enumerate(results)
+    ]
 
 
 def _compute_with_numbers(call: Call) -> Kind:
@@ -84,7 +86,7 @@ def _compute_with_numbers(call: Call) -> Kind:
     if call.name in ("eq", "ne"):
         return indexing.compare_numbers(call)
     if call.name == "gather":
-        return _check_with_twin(call, indexing.gather(call), 0)
+        return _check_with_retrace(call, indexing.gather(call), 0)
     return call.make_mixed()
 
 
@@ -179,7 +181,7 @@ def _is_scale_safe(call: Call) -> bool:
     return are_fixed and (call.name in _LINEAR or is_plain)
 
 
-def _check_with_twin(call: Call, kind: Kind, out: int) -> Kind:
+def _check_with_retrace(call: Call, kind: Kind, out: int) -> Kind:
     """Corrects a result's kind by comparing it with the other trace.
 
     Each dimension that grows with the number of rows must be the dimension of

@@ -5,7 +5,8 @@ The operands and results of such a part are marked in the trace (see
 shows nothing, such as that of a kernel, is believed to have an entry for each
 row, which depends only on this row of the operands, and on operands without
 rows. In the derivatives of the part, a cotangent of an operand with rows has an
-entry for each row, too. That of another operand is a sum over the rows.
+entry for each row, too. The derivative of another operand is a sum over the
+rows.
 """
 
 import collections

@@ -33,7 +33,7 @@ class Costs(compiled.Figures):
       code_bytes: Bytes of the program itself in the device's memory.
       flops: Number of multiplications and additions in matrix products,
         convolutions and attention's kernels.
-      kernel_flops: Those of attention's kernels.
+      kernel_flops: The operations in attention kernels.
       compute_seconds: The time of all these operations, and of the integer
         operations of random bits, at the chip's peak rates for their dtypes.
       moved_bytes: Bytes that are read from and written to the main memory.

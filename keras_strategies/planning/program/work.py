@@ -53,7 +53,8 @@ class Work:
     Attributes:
       products: Number of multiplications and additions, by the dtype that is
         multiplied. See `Product`.
-      kernel_flops: Those of attention's kernels; not a part of `products`.
+      kernel_flops: The operations in attention kernels; not a part of
+        `products`.
       integers: Number of integer operations of random bits on a TPU. On a GPU,
         a kernel computes them.
       is_convolution: Whether it is a convolution of cuDNN.

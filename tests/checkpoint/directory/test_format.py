@@ -336,7 +336,7 @@ def test_newest_good_is_the_newest(directory):
     assert find_newest_good(directory / "none") == (None, [])
 
 
-def test_without_a_good_one_all_problems_are_told(directory):
+def test_without_a_good_one_all_problems_are_reported(directory):
     (directory / "3" / MANIFEST).unlink()
     flip(find(directory / "12", "state/d/*"))
     good, problems = find_newest_good(directory)
@@ -394,7 +394,7 @@ def test_save_of_a_step_that_is_there_is_refused_by_orbax(directory):
 # Space and rights.
 
 
-def test_disk_that_is_too_small_is_told_before_the_save(tmp_path):
+def test_disk_that_is_too_small_is_reported_before_the_save(tmp_path):
     retention.check_free_space(tmp_path, 1)
     retention.check_free_space(tmp_path / "a" / "b", 1)
     with pytest.raises(OSError, match=r"needs 1000000000\.000 GB") as caught:
@@ -404,7 +404,7 @@ def test_disk_that_is_too_small_is_told_before_the_save(tmp_path):
     assert "GB are free" in str(caught.value)
 
 
-def test_path_that_is_no_directory_is_told(tmp_path):
+def test_path_that_is_no_directory_is_reported(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     for path in (tmp_path / "file", tmp_path / "file" / "a" / "b"):
         with pytest.raises(NotADirectoryError, match="must be in a directory"):
@@ -421,7 +421,7 @@ def test_directory_that_can_be_written_to_is_left_as_it_is(tmp_path):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="root alone becomes somebody else")
 @pytest.mark.parametrize("name", ["", "a"])
-def test_directory_of_somebody_else_is_told(name):
+def test_directory_of_somebody_else_is_reported(name):
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
         _check_denied(os.path.join(directory, name), user=str(NOBODY))
@@ -429,7 +429,7 @@ def test_directory_of_somebody_else_is_told(name):
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
 @pytest.mark.parametrize("name", ["", "a"])
-def test_directory_without_the_right_to_write_is_told(tmp_path, name):
+def test_directory_without_the_right_to_write_is_reported(tmp_path, name):
     tmp_path.chmod(0o500)
     _check_denied(os.path.join(tmp_path, name), user="")
 

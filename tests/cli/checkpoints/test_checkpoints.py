@@ -193,7 +193,7 @@ def test_empty_directory_says_so(tmp_path, capsys):
         ),
     ],
 )
-def test_wrong_directory_is_told(directory, path, expected, capsys):
+def test_wrong_directory_is_reported(directory, path, expected, capsys):
     assert main(["checkpoints", str(directory.parent / path)]) == 2
     shown = capsys.readouterr()
     assert expected in shown.err

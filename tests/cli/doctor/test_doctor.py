@@ -660,7 +660,7 @@ def test_unequal_devices_and_wrong_sums_are_problems():
 # The report.
 
 
-def test_worst_is_told_first():
+def test_worst_is_reported_first():
     report = findings.Report(
         host="host",
         when="now",

@@ -410,7 +410,7 @@ def test_parity_address_is_the_pods_own():
     assert tfs.cluster_spec().job_tasks("worker") == ["10.0.0.1:8470"]
 
 
-def test_task_of_labelled_pods():
+def test_task_of_labeled_pods():
     mine = ours.KubernetesClusterResolver(override_client=Client(PODS))
     with pytest.raises(ValueError, match="task_type"):
         task_info(mine)

@@ -80,7 +80,7 @@ def rows_in(shards):
 @pytest.mark.parametrize(
     "policy", [AutoShardPolicy.AUTO, AutoShardPolicy.DATA, AutoShardPolicy.OFF]
 )
-def test_rows_that_a_loader_loses_are_told(policy):
+def test_rows_that_a_loader_loses_are_reported(policy):
     """Of grain 0.2.18; nothing is said where a later one reads all rows."""
     read = rows_in(sharded(11, index) for index in range(3))
     loses = read < 11

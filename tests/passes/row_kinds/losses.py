@@ -197,7 +197,7 @@ LOSSES = {
     "times_rows": lambda t, p: (
         0.01 * ops.mean(error(t, p)) * ops.cast(ops.shape(t)[0], "float32")
     ),
-    "centred_rows": lambda t, p: ops.mean(
+    "centered_rows": lambda t, p: ops.mean(
         ops.square(of_rows(t, p) - ops.mean(of_rows(t, p)))
     ),
 }

@@ -292,7 +292,7 @@ strategy.run(lambda one, two: (step(one), step(two)), args=(one, two))
     assert "tensor<24x40xf32>" in text
 
 
-def test_a_run_that_trains_nothing_is_told(tmp_path):
+def test_a_run_that_trains_nothing_is_reported(tmp_path):
     call = "\nstrategy.run(lambda: keras.ops.sum(model.weights[0]))"
     capture = caught(tmp_path, LOOP + call)
     capture.step.lower(8)

@@ -282,7 +282,7 @@ def test_a_child_of_the_script_answers_nothing(tmp_path, code):
 
 
 @pytest.mark.tpu
-def test_an_error_of_a_thread_is_told(tmp_path):
+def test_an_error_of_a_thread_is_reported(tmp_path):
     text = THREADS.format(first="raise ValueError('of the thread')", last="")
     step = answers_of(tmp_path, text, script="script.py")
     assert "ValueError (line 8 of script.py): of the thread" in step["error"]
@@ -352,7 +352,7 @@ call()
     assert re.match(expected.format(re.escape(script)), text)
 
 
-def test_the_refusal_is_told_without_the_words_that_were_added():
+def test_the_refusal_is_reported_without_the_words_that_were_added():
     try:
         try:
             raise PlanError("the reason")

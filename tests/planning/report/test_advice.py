@@ -106,7 +106,7 @@ def test_a_step_that_python_starts_more_slowly_than_it_runs():
     assert "dot" not in advice
 
 
-def test_the_dearest_operations_of_a_step_with_little_use_are_named():
+def test_the_most_expensive_operations_of_a_step_with_little_use_are_named():
     top_operations = {"gather in a": 0.2, "gather in b": 0.25, "dot in c": 0.04}
     slow = times(0.5, utilization=0.04)
     advice = write_advice(step(estimate=slow, top_operations=top_operations))

@@ -91,7 +91,7 @@ def test_rows_of_a_replica(rows, shown):
     assert first.split()[2] == shown
 
 
-def test_rows_that_replicas_cannot_share_evenly_are_told_once():
+def test_rows_that_replicas_cannot_share_evenly_are_reported_once():
     steps = [step(rows=3686, layout=x) for x in ("replicated", "slots")]
     text = printed(Plan(steps=(*steps, step())), 200)
     told = "3,686 rows are not a multiple of 16 replicas"

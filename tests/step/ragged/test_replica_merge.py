@@ -204,7 +204,7 @@ def test_the_seeds_stay_replicated_and_advance_as_on_one_device(replicas):
     np.testing.assert_array_equal(ours, plain)
 
 
-def test_neighbouring_seeds_share_no_stream():
+def test_neighboring_seeds_share_no_stream():
     drawn = [
         mirrored(8).attach(drawing(seed)).predict_on_batch(X[:16])
         for seed in (3, 4, 5)

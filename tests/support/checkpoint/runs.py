@@ -165,10 +165,10 @@ class Case:
       make: Makes the model.
       compiled: Arguments of `compile`, for steps per execution.
       data: Arguments of `fit`.
-      callbacks: Those of fit, for a directory.
+      callbacks: The callbacks of fit, for a directory.
       replicas: Of a `MirroredStrategy`.
       k: Steps per execution.
-      then: Those of the runs that go on.
+      then: The same for runs that go on.
       epochs: How many.
       is_exact: Whether they are equal bit for bit.
     """

@@ -36,7 +36,7 @@ def write_small(directory, step, facts, variables, *, created):
     Args:
       directory: Where checkpoints are.
       step: Its step.
-      facts: Those of its manifest.
+      facts: The facts in its manifest.
       variables: What it says that it holds, or all bytes of its document.
       created: When, in seconds since 1970.
 
