@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-
 _WORKERS = (
     "`ks.MultiWorkerMirroredStrategy` on the chief and worker tasks. Every "
     "process trains, and no process is a parameter server. To shard variables "
