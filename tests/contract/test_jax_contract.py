@@ -19,7 +19,7 @@ from keras_strategies.job import mutual_tls
 from keras_strategies.names import versions
 from keras_strategies.passes.replay import separate_trace
 from keras_strategies.passes.stages import scan_operands
-from keras_strategies.passes.traces import is_tracing
+from keras_strategies.passes.traces import is_tracing, read_settings
 from keras_strategies.planning.compile.compiler import parse_misfit
 from keras_strategies.spmd.compiled import Figures
 from keras_strategies.spmd.mesh import ReplicaMesh
@@ -469,6 +469,19 @@ def test_what_is_jitted_is_traced_for_each_name_of_a_trace():
     other = inside("other")
     assert len(traced) == 2
     assert str(first) == str(second) == str(other)
+
+
+def test_what_a_trace_depends_on_is_one_key():
+    before = read_settings()
+    for change in (
+        jax.default_matmul_precision("highest"),
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("strict"),
+    ):
+        with change:
+            assert read_settings() != before
+        assert read_settings() == before
+    assert hash(before) == hash(read_settings())
 
 
 def test_compilations_are_told_to_listeners_with_their_names():
