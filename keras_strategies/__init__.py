@@ -15,7 +15,6 @@ patch anything. Each public name is imported only when it is first used.
 
 from typing import Any
 
-from keras_strategies.keras_bridge import backend as _backend
 from keras_strategies.names import lazy_names as _lazy
 from keras_strategies.names import versions as _versions
 from keras_strategies.names.lazy_names import DISTRIBUTE as _INSTEAD
@@ -73,9 +72,7 @@ _MODULES = {
 }
 """The module that defines each public name; "" if the name is a module."""
 
-if not _backend.is_command():
-    _versions.check_versions()
-    _backend.choose_backend()
+_versions.check_at_import()
 
 _lazy.enter("plan", "keras_strategies.planning.plan_api", "make_plan")
 
@@ -84,5 +81,8 @@ _get, __dir__ = _lazy_names(__name__, __name__, _MODULES, _INSTEAD)
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        _backend.require_jax_backend()
+        _versions.choose_backend()
+        import keras
+
+        _versions.check_backend(keras)
     return _get(name)

@@ -1,4 +1,4 @@
-"""Supported and installed versions of Keras and JAX.
+"""Checks at import: the versions of Keras and JAX, and Keras's backend.
 
 This module imports neither package. It reads versions from the packages' files
 and not from their metadata, because Keras's nightly builds are imported as
@@ -12,6 +12,7 @@ import pathlib
 import re
 import sys
 import warnings
+from typing import Any
 
 MINIMUM = {
     "keras": (3, 15),
@@ -43,6 +44,21 @@ _FILES = {
     "jax": ("version.py", r"^_release_version[^=]*= ['\"]([^'\"]+)"),
 }
 _MAX_BYTES = 100_000
+_BACKEND = "KERAS_BACKEND"
+_NNX = "KERAS_NNX_ENABLED"
+_COMMAND = "keras-strategies"
+_COMMAND_MODULE = "keras_strategies.cli"
+
+
+def check_at_import() -> None:
+    """Checks the versions and chooses the backend, unless the command runs.
+
+    Raises:
+      ImportError: see `check_versions` and `choose_backend`.
+    """
+    if not is_command():
+        check_versions()
+        choose_backend()
 
 
 def check_versions() -> None:
@@ -72,7 +88,7 @@ def check_versions() -> None:
                 f"{TESTED[package]}. Received: {package} {version}. "
                 f"{_advise_install(package)} To continue without this warning, "
                 f"set {SILENCE}=1.",
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
@@ -133,3 +149,65 @@ def _read_version(package: str) -> str | None:
                 match = re.search(pattern, file.read(_MAX_BYTES), re.MULTILINE)
             return match[1] if match else None
     return None
+
+
+def is_command() -> bool:
+    """Returns whether this process runs the command `keras-strategies`.
+
+    The command must start even if Keras's backend is not JAX, so that its
+    subcommand `doctor` can report the wrong backend.
+    """
+    name = os.path.basename((getattr(sys, "argv", None) or [""])[0])
+    if name == "-m":  # `python -m` has not found the module's file yet.
+        words = [word.removeprefix("-m") for word in sys.orig_argv]
+        return _COMMAND_MODULE in words
+    return name.removesuffix(".exe").removesuffix("-script.py") == _COMMAND
+
+
+def choose_backend() -> None:
+    """Selects JAX as Keras's backend if none is selected.
+
+    Raises:
+      ImportError: if another backend or NNX variables are selected, either in
+        an already imported keras or in the environment.
+    """
+    keras: Any = sys.modules.get("keras")
+    if keras is None:
+        backend = os.environ.setdefault(_BACKEND, "jax")
+        _check(backend, has_nnx=is_switched_on(os.environ.get(_NNX, "")))
+    elif hasattr(keras, "config"):  # Another thread may be importing it.
+        check_backend(keras)
+
+
+def check_backend(keras: Any) -> None:
+    """Checks that Keras runs on JAX without NNX variables.
+
+    Args:
+      keras: The module.
+
+    Raises:
+      ImportError: if Keras was imported with another backend or with
+        KERAS_NNX_ENABLED.
+    """
+    _check(keras.config.backend(), has_nnx=keras.config.is_nnx_enabled())
+
+
+def is_switched_on(value: str) -> bool:
+    """Returns whether Keras reads an environment variable's value as "on"."""
+    return value.lower() in ("true", "1")
+
+
+def _check(backend: str, *, has_nnx: bool) -> None:
+    if backend != "jax":
+        raise ImportError(
+            "keras_strategies needs Keras on the JAX backend. Received: "
+            f"backend {backend!r}. Set KERAS_BACKEND=jax in the "
+            "environment before keras is imported (or import "
+            "keras_strategies first with KERAS_BACKEND unset)."
+        )
+    if has_nnx:
+        raise ImportError(
+            "keras_strategies does not support NNX variables, but "
+            "KERAS_NNX_ENABLED is set. Unset this environment variable "
+            "before keras is imported."
+        )

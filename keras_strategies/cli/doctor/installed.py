@@ -26,9 +26,9 @@ from keras_strategies.cluster.exchange.job_secret import VARIABLE, read_secret
 from keras_strategies.cluster.spec import TaskInfo
 from keras_strategies.gpu.xla_flags import read_flags
 from keras_strategies.job import compilation_cache, mutual_tls
-from keras_strategies.keras_bridge.backend import is_switched_on
 from keras_strategies.names import versions
 from keras_strategies.names.phases import read_steps
+from keras_strategies.names.versions import is_switched_on
 
 MIN_PYTHON = (3, 11)
 # Optional modules, the extras that install them, and what they are used for.
