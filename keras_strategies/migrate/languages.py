@@ -156,7 +156,8 @@ def _read_call(file: File, scope: Scope, call: ast.Call) -> None:
     is_run = method in _RUN_METHODS and not (
         owners & tables.WORDS["other_runners"]
     )
-    if is_run and _add(file, Language.STEP, scope, call.args[:1]):
+    named = [word.value for word in call.keywords if word.arg == "fn"]
+    if is_run and _add(file, Language.STEP, scope, named or call.args[:1]):
         kinds = FUNCTIONS | ast.Lambda
         around = (s for s in scope.enclosing() if isinstance(s.node, kinds))
         file.around.update(around)
