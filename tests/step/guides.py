@@ -107,6 +107,36 @@ class Adversarial(Guide):
         return self.log(d_loss, g_loss)
 
 
+class Penalized(Adversarial):
+    """ "WGAN-GP overriding `Model.train_step`"."""
+
+    def find_penalty(self, real, fake, shares):
+        mixed = real + shares * (fake - real)
+        with self.tape() as tape:
+            tape.watch(mixed)
+            judged = self.discriminator(mixed, training=True)
+        gradients = tape.gradient(judged, [mixed])[0]
+        norms = ops.sqrt(ops.sum(gradients**2, axis=(1, 2, 3)))
+        return ops.mean((norms - 1.0) ** 2)
+
+    def train_step(self, data):
+        images, noise = data
+        for _ in range(2):
+            with self.tape() as tape:
+                fake = self.generator(noise, training=True)
+                judged = [self.discriminator(each) for each in (fake, images)]
+                cost = ops.mean(judged[0]) - ops.mean(judged[1])
+                shares = ops.reshape(noise[:, 0] ** 2, (-1, 1, 1, 1))
+                penalty = self.find_penalty(images, fake, shares)
+                d_loss = cost + 10.0 * penalty
+            self.apply(0, tape, d_loss, self.discriminator.trainable_variables)
+        with self.tape() as tape:
+            fake = self.generator(noise, training=True)
+            g_loss = -ops.mean(self.discriminator(fake, training=True))
+        self.apply(1, tape, g_loss, self.generator.trainable_variables)
+        return self.log(d_loss, g_loss)
+
+
 class Variational(Guide):
     """ "Variational AutoEncoder"."""
 
@@ -205,6 +235,7 @@ class Contrastive(Guide):
 
 GUIDES: dict[str, tuple[type[Guide], Any]] = {
     "adversarial": (Adversarial, NOISE),
+    "penalized": (Penalized, NOISE),
     "variational": (Variational, NOISE),
     "distilled": (Distilled, LABELS),
     "contrastive": (Contrastive, LABELS),
