@@ -40,7 +40,7 @@ from rich.table import Table
 
 import keras_strategies as ks
 from keras_strategies.passes import hlo
-from keras_strategies.planning.program.loops import count_iterations
+from keras_strategies.planning.program.walk import count_iterations
 from keras_strategies.spmd.compiled import Figures
 
 PEERS = ("ours", "scanned", "raw", "raw-scanned")

@@ -12,7 +12,7 @@ _MODULES = {
     "ClusterSpec": "cluster.spec",
     "KubernetesClusterResolver": "cluster.resolvers.kubernetes_resolver",
     "KubernetesExecutableLocation": "cluster.resolvers.kubernetes_resolver",
-    "SimpleClusterResolver": "cluster.resolvers.simple_resolver",
+    "SimpleClusterResolver": "cluster.resolvers.union_resolver",
     "SlurmClusterResolver": "cluster.resolvers.slurm_resolver",
     "TFConfigClusterResolver": "cluster.resolvers.tf_config_resolver",
     "TPUClusterResolver": "tpu.cluster_resolver",

@@ -9,9 +9,6 @@ from keras_strategies.cluster.resolvers.kubernetes_resolver import (
 from keras_strategies.cluster.resolvers.resolver import (
     ClusterResolver as ClusterResolver,
 )
-from keras_strategies.cluster.resolvers.simple_resolver import (
-    SimpleClusterResolver as SimpleClusterResolver,
-)
 from keras_strategies.cluster.resolvers.slurm_resolver import (
     SlurmClusterResolver as SlurmClusterResolver,
 )
@@ -20,6 +17,9 @@ from keras_strategies.cluster.resolvers.tf_config_resolver import (
 )
 from keras_strategies.cluster.resolvers.torchrun_resolver import (
     TorchrunClusterResolver as TorchrunClusterResolver,
+)
+from keras_strategies.cluster.resolvers.union_resolver import (
+    SimpleClusterResolver as SimpleClusterResolver,
 )
 from keras_strategies.cluster.resolvers.union_resolver import (
     UnionClusterResolver as UnionClusterResolver,

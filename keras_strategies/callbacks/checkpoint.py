@@ -5,8 +5,8 @@ import os
 from typing import Any, Literal
 
 from keras_strategies.checkpoint import contents, nests
-from keras_strategies.checkpoint.clock import Clock
 from keras_strategies.checkpoint.directory.retention import Keep, as_keep
+from keras_strategies.checkpoint.manager import Clock
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.checks import check_number
 from keras_strategies.cluster.exchange.exit_codes import ExitCode, Preempted

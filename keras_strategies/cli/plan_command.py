@@ -161,8 +161,10 @@ def run(options: argparse.Namespace) -> int:
         return _WRONG_ARGUMENTS
     from rich.console import Console
 
-    from keras_strategies.planning.capture.processes import plan_in_processes
-    from keras_strategies.planning.capture.progress import first_signal
+    from keras_strategies.planning.capture.processes import (
+        first_signal,
+        plan_in_processes,
+    )
 
     with first_signal() as received:
         plan = plan_in_processes(requests, options.processes, received)

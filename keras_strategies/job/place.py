@@ -16,8 +16,8 @@ from keras_strategies.cluster import spec, tasks
 from keras_strategies.cluster.exchange import kv_store
 from keras_strategies.cluster.resolvers import (
     launchers,
-    simple_resolver,
     tf_config_resolver,
+    union_resolver,
 )
 from keras_strategies.job import bootstrap
 from keras_strategies.names import dry_run
@@ -219,10 +219,10 @@ def warn_of_unused_cluster(name: str) -> None:
         )
 
 
-def _make_job_resolver() -> simple_resolver.SimpleClusterResolver:
+def _make_job_resolver() -> union_resolver.SimpleClusterResolver:
     """Makes a resolver whose `task_id` is this process's index in JAX."""
     is_alone = jax.process_count() == 1
-    return simple_resolver.SimpleClusterResolver(
+    return union_resolver.SimpleClusterResolver(
         spec.ClusterSpec({}),
         task_type=None if is_alone else "worker",
         task_id=None if is_alone else jax.process_index(),

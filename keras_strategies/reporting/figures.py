@@ -1,12 +1,15 @@
-"""Computes the figures of a report from what was recorded."""
+"""Computes the figures of a report from what was recorded, and MFU."""
 
+import contextlib
 import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
 
+import keras
 import numpy as np
 
+from keras_strategies.keras_bridge.model_flops import count_model_flops
 from keras_strategies.names.phases import (
     CALLBACKS,
     DEVICE,
@@ -17,6 +20,8 @@ from keras_strategies.names.phases import (
 )
 from keras_strategies.reporting.advice import AGAIN, EXECUTION, SHAPE
 from keras_strategies.reporting.recorder import COMPILE, REPORT, StepRecorder
+from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.tpu.chips import find_chip
 from keras_strategies.watchdog.failure_detector import Heartbeat
 
 _MAX_CAUSES = 8
@@ -178,3 +183,47 @@ def _is_measured(heartbeat: Heartbeat) -> bool:
     times = heartbeat.steps_s, heartbeat.local_s, heartbeat.input_s
     is_time = all(math.isfinite(x) and x >= 0 for x in times)
     return is_time and heartbeat.steps > 0 and heartbeat.steps_s > 0
+
+
+_MAX_SHAPES = 8
+
+
+class FlopsCounter:
+    """Counts the operations of a model's steps, once for each shape.
+
+    Args:
+      model: The model.
+      mesh: The mesh of its replicas.
+    """
+
+    def __init__(self, model: keras.Model, mesh: ReplicaMesh) -> None:
+        self._model = model
+        chip = find_chip(mesh.devices[0])
+        self.peak = None if chip is None else chip.flops * len(mesh.devices)
+        self._flops: dict[Any, float | None] = {}
+
+    def count(self, recorder: StepRecorder) -> None:
+        """Counts the operations for shapes that are new. Traces the model."""
+        for key, shape in list(recorder.shapes.items())[:_MAX_SHAPES]:
+            if key not in self._flops:
+                self._flops[key] = None
+                # A model that cannot be traced has no operations to report.
+                with contextlib.suppress(Exception):
+                    self._flops[key] = count_model_flops(self._model, shape.x)
+
+    def compute(self, recorder: StepRecorder) -> dict[str, float]:
+        """Returns the operations per second and the MFU, if they are known."""
+        steps = total = 0.0
+        for key, shape in recorder.shapes.items():
+            flops = self._flops.get(key)
+            if flops is None:
+                return {}
+            steps += shape.steps
+            total += shape.steps * flops
+        if not total or recorder.window_seconds <= 0:
+            return {}
+        rate = recorder.steps / recorder.window_seconds * total / steps
+        found = {"flops_per_sec": rate}
+        if self.peak is not None:
+            found["mfu"] = rate / self.peak
+        return found

@@ -26,13 +26,13 @@ from keras_strategies.names.phases import parse_steps, recording
 from keras_strategies.reporting import document as files
 from keras_strategies.reporting.advice import write_advice
 from keras_strategies.reporting.figures import (
+    FlopsCounter,
     compare_processes,
     compute_figures,
     compute_shares,
     compute_speed,
     pick_logs,
 )
-from keras_strategies.reporting.flops import FlopsCounter
 from keras_strategies.reporting.recorder import StepRecorder
 from keras_strategies.watchdog import watchdog
 

@@ -11,7 +11,7 @@ from keras_strategies.spmd import dispatch
 from keras_strategies.spmd.compiled import CompiledProgram, compile_program
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.step.lower_step import lower_step
-from keras_strategies.strategy import current
+from keras_strategies.strategy import current, extended
 from keras_strategies.strategy.custom_loops import CustomLoops
 from keras_strategies.strategy.extended import StrategyExtended
 from keras_strategies.strategy.plans import PlanMixin
@@ -19,7 +19,6 @@ from keras_strategies.strategy.replica_context import make_replica_scope
 from keras_strategies.strategy.runner import make_runner
 from keras_strategies.strategy.runtime import Runtime
 from keras_strategies.strategy.scope import Scope
-from keras_strategies.strategy.tf_compat import old_names
 from keras_strategies.variables.abstract_models import materialize
 from keras_strategies.variables.model_variables import all_variables
 from keras_strategies.variables.partitioners import PartitionerLike
@@ -329,7 +328,7 @@ class Strategy(CustomLoops, PlanMixin):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        raise old_names.make_missing_error(self, name)
+        raise extended.make_missing_error(self, name)
 
     def __repr__(self) -> str:
         mesh = self._runtime.mesh

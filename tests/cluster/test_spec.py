@@ -7,7 +7,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import multi_worker_util
 
 from keras_strategies.cluster import addresses
-from keras_strategies.cluster.resolvers.simple_resolver import (
+from keras_strategies.cluster.resolvers.union_resolver import (
     SimpleClusterResolver,
 )
 from keras_strategies.cluster.spec import ClusterSpec, TaskInfo

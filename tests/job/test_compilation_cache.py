@@ -15,7 +15,7 @@ import types
 import filelock
 import pytest
 
-from keras_strategies.job import compilation_cache, trusted_directory
+from keras_strategies.job import compilation_cache
 
 DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
 
@@ -195,7 +195,7 @@ def tree(tmp_path, monkeypatch):
     ]
     monkeypatch.setattr(pwd, "getpwall", lambda: users)
     monkeypatch.setattr(grp, "getgrgid", find_group)
-    monkeypatch.setattr(trusted_directory, "_lstat", lstat)
+    monkeypatch.setattr(compilation_cache, "_lstat", lstat)
     return create
 
 

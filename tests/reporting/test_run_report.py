@@ -13,7 +13,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.names import phases
-from keras_strategies.reporting import advice, document, flops, run_report
+from keras_strategies.reporting import advice, document, figures, run_report
 from keras_strategies.tpu.chips import GPUS
 from tests.callbacks.test_scalars import read
 from tests.support.plain_keras import mirrored
@@ -196,7 +196,7 @@ def test_operations_of_a_dense_model(monkeypatch):
     assert "mfu" not in history
     # The specifications of a chip take the place of the unknown ones.
     chip = dataclasses.replace(GPUS["h100"], flops=1e9)
-    monkeypatch.setattr(flops, "find_chip", lambda device: chip)
+    monkeypatch.setattr(figures, "find_chip", lambda device: chip)
     history = fit(report).history
     mfu = report.figures["flops_per_sec"] / 1e9
     assert report.figures["mfu"] == pytest.approx(mfu)

@@ -8,7 +8,8 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.cli.main import main
-from keras_strategies.reporting import document, flops
+from keras_strategies.reporting import document
+from keras_strategies.reporting.figures import FlopsCounter
 from tests.support.plain_keras import mirrored
 from tests.support.stopwatch import Stopwatch
 
@@ -127,7 +128,7 @@ def test_steps_that_run_eagerly():
 def test_the_count_of_operations_is_no_part_of_the_start(monkeypatch):
     began, watch = time.perf_counter(), Stopwatch()
     spent = []
-    count = flops.FlopsCounter.count
+    count = FlopsCounter.count
 
     def count_slowly(self, recorder):
         since = time.perf_counter()
@@ -135,7 +136,7 @@ def test_the_count_of_operations_is_no_part_of_the_start(monkeypatch):
         count(self, recorder)
         spent.append(time.perf_counter() - since)
 
-    monkeypatch.setattr(flops.FlopsCounter, "count", count_slowly)
+    monkeypatch.setattr(FlopsCounter, "count", count_slowly)
     layers = [keras.layers.Dense(8) for _ in range(10)]
     figures = watch.fit(make_model(*layers), *rows(400), batch_size=4)
     total = time.perf_counter() - began

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.strategy.tf_compat import old_names
+from keras_strategies.strategy import extended
 from keras_strategies.testing import assert_replicated
 from tests.support.per_replica import ids, make_variable, on_read
 from tests.support.plain_keras import mirrored
@@ -142,14 +142,14 @@ def test_what_is_no_variable_is_refused():
         strategy.extended.update(1.0, lambda v: None)
 
 
-@pytest.mark.parametrize("name", old_names.OF_STRATEGY)
+@pytest.mark.parametrize("name", extended.OF_STRATEGY)
 def test_names_of_strategies_without_a_meaning_name_the_way_out(name):
-    check_way_out(mirrored(2), name, old_names.OF_STRATEGY[name])
+    check_way_out(mirrored(2), name, extended.OF_STRATEGY[name])
 
 
-@pytest.mark.parametrize("name", old_names.OF_EXTENDED)
+@pytest.mark.parametrize("name", extended.OF_EXTENDED)
 def test_names_of_extended_without_a_meaning_name_the_way_out(name):
-    check_way_out(mirrored(2).extended, name, old_names.OF_EXTENDED[name])
+    check_way_out(mirrored(2).extended, name, extended.OF_EXTENDED[name])
 
 
 def check_way_out(owner, name, way_out):
@@ -171,7 +171,7 @@ def test_docs_list_the_names_of_extended_without_a_meaning():
         for names, way_out in [row.strip("| ").split(" | ")]
         for name in re.findall(r"`(\w+)`", names)
     }
-    assert listed == old_names.OF_EXTENDED
+    assert listed == extended.OF_EXTENDED
 
 
 def test_other_names_are_plain_attribute_errors():

@@ -14,13 +14,11 @@ import jax
 
 from keras_strategies._types import Array, Tree
 from keras_strategies.planning.capture.captured_data import (
+    EARLY_CALLS,
     CapturedData,
     read_first_batch,
-    times_rows,
-)
-from keras_strategies.planning.capture.early_calls import (
-    EARLY_CALLS,
     run_early_call,
+    times_rows,
     values_on_read,
 )
 from keras_strategies.planning.capture.errors import PlanError, StepCaptured

@@ -9,8 +9,10 @@ import keras
 
 from keras_strategies._types import Tree
 from keras_strategies.planning.compile import layouts as lib
-from keras_strategies.planning.compile.clones import clone_from_config
-from keras_strategies.planning.compile.fit_step import FitStep
+from keras_strategies.planning.compile.fit_step import (
+    FitStep,
+    clone_from_config,
+)
 from keras_strategies.planning.compile.planner import Candidate
 from keras_strategies.planning.compile.step import Step, with_rows
 from keras_strategies.planning.seam import (

@@ -2,8 +2,9 @@
 
 import pytest
 
-from keras_strategies.cli.launch.gpus import assign_gpus, find_gpu_problem
 from keras_strategies.cli.launch.launch import (
+    assign_gpus,
+    find_gpu_problem,
     make_environments,
     make_task_names,
 )

@@ -325,7 +325,7 @@ sys.exit("The file of data must exist.")
 
 
 def test_gpus_of_the_process_left_out_are_not_used():
-    from keras_strategies.cli.launch.gpus import release_gpus
+    from keras_strategies.cli.launch.launch import release_gpus
 
     given = [{LOCAL_IDS: "0,1"}, {LOCAL_IDS: "2,3"}, {LOCAL_IDS: "4,5"}]
     assert release_gpus(given, 1) == {LOCAL_IDS: "0,1,4,5"}

@@ -6,7 +6,7 @@ import runpy
 import jax
 import pytest
 
-from keras_strategies.planning.capture import early_calls
+from keras_strategies.planning.capture import captured_data
 from keras_strategies.planning.capture.capture import Capture
 from keras_strategies.planning.capture.errors import PlanError, StepCaptured
 from tests.planning.capture.scripts import HEAD
@@ -201,7 +201,7 @@ READS = [
 
 @pytest.mark.parametrize("code", READS)
 def test_values_of_large_models_are_refused(tmp_path, monkeypatch, code):
-    monkeypatch.setattr(early_calls, "_MAX_BYTES", 4000)
+    monkeypatch.setattr(captured_data, "_MAX_BYTES", 4000)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PlanError, match="'.*kernel' of shape") as error:
         run(tmp_path, TWO + code)
@@ -213,10 +213,10 @@ def test_values_of_large_models_are_refused(tmp_path, monkeypatch, code):
 def test_values_that_are_not_stored_are_not_read_as_initial_ones(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(early_calls, "_MAX_BYTES", 4000)
+    monkeypatch.setattr(captured_data, "_MAX_BYTES", 4000)
     write = "target.set_weights([np.ones((40, 30)), np.ones(30)])\n"
     assert run(tmp_path, TWO + write + "model.fit(x, y)").step.rows == 32
-    monkeypatch.setattr(early_calls, "_MAX_BYTES", 2**20)
+    monkeypatch.setattr(captured_data, "_MAX_BYTES", 2**20)
     many = "keep = [make() for _ in range(300)]\n"
     many += "for m in keep: m.set_weights([np.ones((40, 30)), np.ones(30)])\n"
     # The first values have taken all of the room.

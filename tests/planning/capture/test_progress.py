@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from keras_strategies.planning.capture.progress import Progress, first_signal
+from keras_strategies.planning.capture.processes import Progress, first_signal
 
 pytestmark = pytest.mark.quick
 PREFIX = "keras-strategies plan: "

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from keras_strategies.planning.compile.clones import (
+from keras_strategies.planning.compile.fit_step import (
     clone_from_config,
     compile_like,
 )

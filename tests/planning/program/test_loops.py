@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from keras_strategies.passes.hlo import parse
-from keras_strategies.planning.program.loops import count_iterations
+from keras_strategies.planning.program.walk import count_iterations
 
 pytestmark = pytest.mark.quick
 
