@@ -61,10 +61,6 @@ class _Jax:
         return jax.devices(*args) if trace is None else [*trace.mesh.devices]
 
 
-def _replace_jax(original: object) -> _Jax:
-    return _Jax()
-
-
 def _wrap_platform_test(
     original: Callable[[], bool], *, platform: str
 ) -> Callable[[], bool]:
@@ -246,7 +242,7 @@ def _find_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     from jax.experimental import rnn
     from jaxlib import gpu_rnn
 
-    yield keras_names.NN, "jax", _replace_jax
+    yield keras_names.NN, "jax", lambda original: _Jax()
     yield cudnn, "check_cudnn_version", _wrap_version
     yield cudnn, "check_compute_capability", _wrap_capability
     is_equal = functools.partial(_wrap_capability, is_equal=True)

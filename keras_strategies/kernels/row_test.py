@@ -56,10 +56,8 @@ def find_difference(
         (half_rows, halves[1]),
     ]
     tolerance = max(map(_find_tolerance, numbers))
-    for name, compute in (
-        ("the results", _compute),
-        ("the derivatives", _differentiate),
-    ):
+    tests = {"the results": _compute, "the derivatives": _differentiate}
+    for name, compute in tests.items():
         computed = [
             _run(compute, traced, given, platform) for traced, given in calls
         ]

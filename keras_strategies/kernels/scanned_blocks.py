@@ -246,12 +246,6 @@ def _find_runs(graph: Any, mesh: ReplicaMesh) -> list[Blocks]:
     return [blocks for blocks in found[1] if len(blocks) >= minimum]
 
 
-def _is_repeated() -> bool:
-    """Returns whether the step is traced again with other numbers of rows."""
-    step = current_step()
-    return step is not None and step.facts.is_retrace
-
-
 _patches = Patches(lambda: [(Function, "_run_through_graph", _wrap_graph)])
 
 
@@ -264,7 +258,8 @@ def _compute(graph: Any, calls: BlockCalls) -> Array | None:
     """
     if _thread.is_passing:
         return _pass(calls)
-    is_repeated = _is_repeated()
+    step = current_step()
+    is_repeated = step is not None and step.facts.is_retrace
     reasons = vars(graph).setdefault(_REASONS, {})
     key = tuple(id(operation) for operation, _ in calls.blocks.trunks)
     # The blocks were compared in the first trace.

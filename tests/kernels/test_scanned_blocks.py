@@ -134,7 +134,7 @@ def test_blocks_are_searched_once_until_one_is_frozen(monkeypatch):
         searched.append(graph)
         return search(graph)
 
-    monkeypatch.setattr(scanned_blocks, "find_blocks_of", note)
+    monkeypatch.setattr(scanned_blocks, "find_equal_blocks", note)
     model = compiled(Block)
     fit(model)
     assert len(searched) == 1
