@@ -294,5 +294,5 @@ def test_models_that_are_not_marked_are_not_searched(monkeypatch):
     def search(model):
         raise AssertionError
 
-    monkeypatch.setattr(scanned_blocks, "find_blocks_of", search)
+    monkeypatch.setattr(scanned_blocks, "find_equal_blocks", search)
     fit(compiled(is_scanned=False))
