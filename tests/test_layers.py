@@ -107,7 +107,7 @@ LOGIC_LINES = {
     "job": 760,
     "keras_bridge": 407,
     "kernels": 1581,
-    "migrate": 1620,
+    "migrate": 1584,
     "names": 310,
     "passes": 4911,
     "planning": 3457,

@@ -11,7 +11,6 @@ from keras_strategies.migrate.source import (
     Argument,
     Edit,
     Part,
-    Source,
     Span,
 )
 
@@ -61,10 +60,11 @@ class Port:
         """Returns the language of the code that a node is in."""
         scope = self.scope(node)
         language = self.file.get_language(scope)
-        if language or not self.file.is_around(scope):
-            around = {node, *self.names.ancestors(node)}
-            is_symbolic = not language and around & self.file.symbolic
-            return Language.STEP if is_symbolic else language
+        around = {node, *self.names.ancestors(node)}
+        if language or not (
+            around & self.file.symbolic or self.file.is_around(scope)
+        ):
+            return language
         return Language.STEP
 
     def is_step(self, node: ast.AST) -> bool:
@@ -172,14 +172,8 @@ def keep_marks(port: Port, keeps: Callable[[int], bool]) -> set[str]:
             continue
         texts.add(text)
         start = port.source.line_start(offset)
-        if MARK + text not in _comments_above(port.source, start):
+        there = port.source.text[: port.source.physical_line(start)[0]]
+        mark = re.escape(MARK + text)
+        if not re.search(mark + r"\s*\n(\s*#.*\n)*\s*$", there[-2000:]):
             port.insert_line(start, MARK + text)
     return texts
-
-
-def _comments_above(source: Source, start: int) -> list[str]:
-    lines = source.text[: source.physical_line(start)[0]].splitlines()
-    found = []
-    while lines and lines[-1].strip().startswith("#"):
-        found.append(lines.pop().strip())
-    return found

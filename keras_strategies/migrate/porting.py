@@ -73,11 +73,8 @@ def port_sources(sources: dict[str, tuple[str, str]]) -> dict[str, Ported]:
 
 
 def _describe(error: Exception) -> str:
-    line = getattr(error, "lineno", None) or 0
-    return (
-        f"line {line}: it must be Python 3. Received: {error}. Convert Python "
-        "2 first (print, except, dict methods)."
-    )
+    line = f"line {getattr(error, 'lineno', 0)}: it must be Python 3"
+    return f"{line}. Received: {error}. Convert Python 2 first (print, except)."
 
 
 def _concerns(names: Names) -> bool:

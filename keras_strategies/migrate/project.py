@@ -72,9 +72,8 @@ def _walk(directory: str) -> Iterator[str]:
             and name not in _SKIPPED
             and not os.path.exists(os.path.join(root, name, "pyvenv.cfg"))
         ]
-        yield from (
-            os.path.join(root, n) for n in names if n.endswith(_SUFFIXES)
-        )
+        found = [name for name in names if name.endswith(_SUFFIXES)]
+        yield from (os.path.join(root, name) for name in found)
 
 
 def port_files(paths: Sequence[str]) -> list[FileReport]:
@@ -91,16 +90,11 @@ def port_files(paths: Sequence[str]) -> list[FileReport]:
             reason = getattr(error, "strerror", None) or str(error)
             reports[path] = FileReport(path=path, error=reason)
             continue
-        reports[path] = FileReport(
-            path=path, before=text, after=text, encoding=encoding
-        )
+        reports[path] = FileReport(path=path, before=text, encoding=encoding)
         code = notebooks[path].source if path in notebooks else text
         sources[path] = (_get_module(path), code)
     for path, result in port_sources(sources).items():
-        old = sources[path][1]
-        reports[path] = _complete(
-            reports[path], notebooks.get(path), result, result.code == old
-        )
+        reports[path] = _complete(reports[path], notebooks.get(path), result)
     return [reports[path] for path in paths]
 
 
@@ -120,21 +114,19 @@ def _get_module(path: str) -> str:
 
 
 def _complete(
-    report: FileReport, notebook: Notebook | None, result: Ported, is_same: bool
+    report: FileReport, notebook: Notebook | None, result: Ported
 ) -> FileReport:
     """Returns a report with what was ported."""
-    left = [(f"{report.path}:{line}", text) for line, text in result.left]
-    after = result.code
+    after, path = result.code, report.path
+    left = [(f"{path}:{line}", text) for line, text in result.left]
     if notebook is not None:
-        after = report.before if is_same else notebook.render(result.code)
+        is_same = after == notebook.source
+        after = report.before if is_same else notebook.render(after)
+        places = [notebook.locate(result.code, line) for line, _ in result.left]
         left = [
-            (f"{report.path}, {notebook.locate(result.code, line)}", text)
-            for line, text in result.left
+            (f"{path}, {p}", t[1]) for p, t in zip(places, left, strict=True)
         ]
+    changed, error = result.num_changed, result.error
     return dataclasses.replace(
-        report,
-        after=after,
-        left=tuple(left),
-        num_changed=result.num_changed,
-        error=result.error,
+        report, after=after, left=tuple(left), num_changed=changed, error=error
     )

@@ -72,12 +72,6 @@ def _remove(
 def _keep_comments(names: Names, node: ast.stmt, span: Span) -> list[str]:
     """Returns the comments between the statements of a removed one."""
     source = names.source
-    last = node
-    while body := getattr(last, "body", None):
-        last = body[-1]
-    inner = (span[0], source.span(last)[0])
     indent = source.indent(source.line_start(source.span(node)[0]))
-    return [
-        f"{indent}{comment}{source.newline}"
-        for comment in source.comments(inner)
-    ]
+    comments = source.comments(span) if hasattr(node, "body") else []
+    return [f"{indent}{comment}{source.newline}" for comment in comments]

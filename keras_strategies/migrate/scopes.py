@@ -149,9 +149,6 @@ class Names:
             inner = self._add_scope(node, scope)
         elif isinstance(node, _COMPREHENSIONS):
             scope = self._add_scope(node, scope)
-        elif isinstance(node, ast.arguments):
-            self._visit_arguments(node, scope)
-            return
         elif isinstance(node, ast.Call):
             scope.calls.append(node)
         elif isinstance(node, ast.JoinedStr):
@@ -183,14 +180,6 @@ class Names:
             scope.others.add(node.name)
         return inner
 
-    def _visit_arguments(self, node: ast.arguments, scope: Scope) -> None:
-        """Binds parameters; their defaults are outside of the function."""
-        for part in ast.iter_child_nodes(node):
-            self.parents[part] = node
-            if isinstance(part, ast.arg):
-                scope.others.add(part.arg)
-            self._visit(part, scope.parent or scope)
-
     def _bind(self, node: ast.AST, scope: Scope) -> None:
         names: set[str] = set()
         if isinstance(node, IMPORTS):
@@ -204,6 +193,8 @@ class Names:
             scope.assigned.append((targets, node.value))
         elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
             names = {node.name} if node.name else set()
+        elif isinstance(node, ast.arg):
+            names = {node.arg}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             # `tf = None`, where the import failed, does not shadow the import.
             value = getattr(self.parents[node], "value", node)

@@ -69,13 +69,10 @@ def port_function(port: Port, call: ast.Call) -> None:
 
 def port_range(port: Port, call: ast.Call) -> None:
     """Writes a loop over `tf.range` as Python's."""
-    if getattr(port.names.parents[call], "iter", None) is not call:
-        return
-    port.replace(call.func, "range")
     args = port.source.arguments(call)
-    port.drop_arguments(call, [arg for arg in args if arg.word == "dtype"])
-    for arg in args:
-        port.edit(call, (arg.span[0], arg.start), [])
+    is_plain = not any(arg.word for arg in args)
+    if is_plain and getattr(port.names.parents[call], "iter", None) is call:
+        port.replace(call.func, "range")
 
 
 def port_print(port: Port, call: ast.Call) -> None:

@@ -39,8 +39,14 @@ def find_operation(full: str) -> Rule | None:
     return OPERATIONS.get(name) or OPERATIONS.get(_SUBMODULES.sub("", full))
 
 
-def find_replacement(full: str) -> tuple[str, str, bool] | None:
+def find_replacement(
+    full: str, *, is_step: bool = False
+) -> tuple[str, str, bool] | None:
     """Finds the longest beginning of a name that a table has.
+
+    Args:
+      full: The name.
+      is_step: Whether code of a step has it, in which more names are left.
 
     Returns:
       The beginning, its text, and whether it is left; None if no table has it.
@@ -53,6 +59,8 @@ def find_replacement(full: str) -> tuple[str, str, bool] | None:
         is_module = full in ("tensorflow.distribute", "tensorflow.estimator")
         if prefix in MARKED and not is_module:
             return prefix, MARKED[prefix], True
+        if is_step and prefix in MARKED_IN_STEPS:
+            return prefix, MARKED_IN_STEPS[prefix], True
     return None
 
 

@@ -10,6 +10,7 @@ from keras_strategies.migrate.tables import BACKEND, TF, find_replacement
 
 _SHORT_DTYPES = {"int64": "int32", "float64": "float32"}
 _TAPE = "tensorflow.GradientTape"
+_KEPT = tables.WORDS["kept"] | {""}
 _IN_DATASETS = ("tensorflow.function", _TAPE)
 _TF_ROOTS = ("tensorflow", "tensorflow.compat.v1", "tensorflow.compat.v2")
 
@@ -21,9 +22,10 @@ def port_use(port: Port, node: ast.expr) -> None:
     root = full.split(".")[0]
     if root not in ("tensorflow", "keras") or node in port.claimed:
         return
-    if port.is_step(node) and _port_value(port, node, full):
+    is_step = port.is_step(node)
+    if is_step and _port_value(port, node, full):
         return
-    found = find_replacement(full)
+    found = find_replacement(full, is_step=is_step)
     if found is None or (full.startswith(BACKEND) and not found[2]):
         _port_other(port, node, full)
         return
@@ -111,20 +113,6 @@ def _port_other(port: Port, node: ast.expr, full: str) -> None:
     elif full.startswith("keras"):
         if _origin(port, node) in _TF_ROOTS:
             _replace_prefix(port, node, full.count("."), "keras")
-    elif is_step and "." in full:
-        _mark_in_step(port, node, full)
-
-
-def _mark_in_step(port: Port, node: ast.expr, full: str) -> None:
-    if full.split(".")[1] in tables.WORDS["kept"] or any(
-        isinstance(each, ast.arg | ast.AnnAssign)
-        or getattr(each, "returns", None) is node
-        for each in port.names.ancestors(node)[:3]
-    ):
-        return
-    for prefix, text in tables.MARKED_IN_STEPS.items():
-        if f"{full}.".startswith(f"{prefix}."):
-            port.mark(node, f"`{tables.short(prefix)}`: {text}")
-            return
-    text = "has no known counterpart here"
-    port.mark(node, f"`{tables.short(full)}` {text}")
+    elif is_step and full.partition(".")[2].split(".")[0] not in _KEPT:
+        text = "has no known counterpart here"
+        port.mark(node, f"`{tables.short(full)}` {text}")
