@@ -120,20 +120,11 @@ def _find_problem(
             return TEXTS["starred"]
         code = source.code(arg.value)
         if word and word[0] == "!" and word[1:] not in (code, f"{code}.0"):
-            what = f"Keras has no counterpart of `{arg.word or index + 1}`"
-            way = tables.ARGUMENTS.get(arg.word)
-            return f"{what}: {way}" if way else what
-        is_literal = isinstance(arg.value, ast.Constant)
-        is_number = is_literal or re.fullmatch(r"[nkNK]\w*", code)
-        if word == "indices_or_sections" and not is_number:
-            return TEXTS["sizes"]
-        if word == "mode" and not is_literal:
-            return TEXTS["mode"]
-        is_text = isinstance(getattr(arg.value, "value", 0), str)
-        if word == "initializer" and (
-            is_text or isinstance(arg.value, ast.Lambda)
-        ):
-            return TEXTS["value"]
+            text = f"Keras has no counterpart of `{arg.word or index + 1}`"
+            return ": ".join([text, *tables.ARGUMENTS.get(arg.word, [])])
+        form = tables.FORMS.get(word or "")
+        if form and not re.fullmatch(form, code, re.DOTALL):
+            return TEXTS[word]
     if rule.function == "keras.ops.where" and len(args) == 1:
         return TEXTS["where"]
     return None

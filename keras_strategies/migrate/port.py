@@ -172,8 +172,12 @@ def keep_marks(port: Port, keeps: Callable[[int], bool]) -> set[str]:
             continue
         texts.add(text)
         start = port.source.line_start(offset)
-        there = port.source.text[: port.source.physical_line(start)[0]]
-        mark = re.escape(MARK + text)
-        if not re.search(mark + r"\s*\n(\s*#.*\n)*\s*$", there[-2000:]):
+        line = port.source.physical_line(start)[0]
+        lines = [
+            line.strip()
+            for line in reversed(port.source.text[:line].splitlines())
+        ]
+        above = itertools.takewhile(lambda line: line[:1] == "#", lines)
+        if MARK + text not in above:
             port.insert_line(start, MARK + text)
     return texts

@@ -22,6 +22,7 @@ from keras_strategies.migrate.uses import port_use
 
 # Expressions may be nested deeply, as in generated code.
 _DEPTH = 20_000
+_UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 _DISTRIBUTION = "keras.distribution"
 
 
@@ -61,7 +62,7 @@ def port_sources(sources: dict[str, tuple[str, str]]) -> dict[str, Ported]:
         if "tensorflow" in text or _DISTRIBUTION in text:
             try:
                 names = Names(Source(text))
-            except (SyntaxError, ValueError, RecursionError) as error:
+            except _UNREADABLE as error:
                 results[key] = Ported(code=text, error=_describe(error))
             else:
                 files[key] = File(module=module, names=names)

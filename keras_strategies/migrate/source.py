@@ -43,11 +43,14 @@ class Source:
 
     Raises:
       SyntaxError: if the text is not Python 3, as far as this Python knows it.
+      ValueError: if its lines do not end in a line feed.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.tree = ast.parse(text)
+        if re.search(r"\r(?!\n)", text):
+            raise ValueError("lines that end in a carriage return alone")
         ends = (match.end() for match in _LINE_END.finditer(text))
         self._starts = [0, *ends, len(text), len(text) + 1]
 

@@ -40,8 +40,8 @@ def port_split(port: Port, call: ast.Call) -> None:
     if not parts or any(ast.unparse(part)[-2:] != "()" for part in parts):
         port.mark(call, TEXTS["split"])
         return
-    count = " * ".join([str(len(parts))] * (len(parts) > 1 or not factor))
-    count = f"{count} * {factor}" if count and factor else count or factor
+    count = " * ".join([str(len(parts)), factor][: 1 + bool(factor)])
+    count = count.removeprefix("1 * ")
     port.replace(call, f'jax.config.update("jax_num_cpu_devices", {count})')
 
 

@@ -146,6 +146,8 @@ TEXTS = DOCUMENT["texts"]
 """What is written about lines that are left, by what is left."""
 OLD_WORDS = DOCUMENT["old_words"]
 """Names of arguments in TensorFlow 1."""
+FORMS = DOCUMENT["forms"]
+"""Patterns of the code of arguments that are ported, by their new names."""
 ARGUMENTS = DOCUMENT["arguments"]
 """What to do about arguments that cannot be ported."""
 WORDS = {k: frozenset(v.split()) for k, v in DOCUMENT["languages"].items()}

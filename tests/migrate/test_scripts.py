@@ -19,13 +19,13 @@ def test_the_list_has_25_scripts_of_25_authors():
 
 
 def test_a_script_is_ported_with_the_files_beside_it(tmp_path):
-    folder = tmp_path / "owner+name"
-    folder.mkdir()
-    (folder / "a.py").write_text(
+    directory = tmp_path / "owner+name"
+    directory.mkdir()
+    (directory / "a.py").write_text(
         "import tensorflow as tf\nimport b\n"
         "tf.distribute.get_strategy().run(b.step)\ntf.contrib.x()\n"
     )
-    (folder / "b.py").write_text(
+    (directory / "b.py").write_text(
         "import tensorflow as tf\ndef step():\n    return tf.exp(1.0)\n"
     )
     script, changed, left = port(tmp_path, "owner+name", "a.py")
@@ -33,4 +33,4 @@ def test_a_script_is_ported_with_the_files_beside_it(tmp_path):
     assert "keras.ops.exp" in (script.parent / "b.py").read_text()
     assert changed >= 3
     assert left == ["`tf.contrib` has no counterpart"]
-    assert "tf.distribute" in (folder / "a.py").read_text()
+    assert "tf.distribute" in (directory / "a.py").read_text()
