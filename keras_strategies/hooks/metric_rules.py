@@ -72,7 +72,7 @@ class Update:
     @property
     def arrays(self) -> list[Any]:
         """The arguments that are arrays."""
-        return _find_arrays(self.leaves)
+        return list(filter(_is_array, self.leaves))
 
     def choose_rule(self, rows: int) -> str:
         """Chooses the rule for an update in a model's step.
@@ -202,10 +202,6 @@ def _is_number(value: object) -> bool:
 
 def _is_array(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
-
-
-def _find_arrays(nest: Tree) -> list[Any]:
-    return list(filter(_is_array, tree.flatten(nest)))
 
 
 def _is_keras_own(metric: keras.metrics.Metric) -> bool:

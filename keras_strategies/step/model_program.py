@@ -325,10 +325,7 @@ class ModelProgram:
         self, old: Sequence[Group], new: Sequence[Group]
     ) -> tuple[list[Any], list[Any]]:
         written = [
-            [
-                merge_lib.cast_like(n, o)
-                for n, o in zip(new[i], old[i], strict=True)
-            ]
+            [merge_lib.cast_like(*p) for p in zip(new[i], old[i], strict=True)]
             for i in self._written
         ]
         return written, [

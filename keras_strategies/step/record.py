@@ -138,8 +138,8 @@ class StepTracer:
             is_warning = isinstance(error, Warning)
             if is_warning or traces.is_problem_of_package(error):
                 raise
-            rows = jax.tree.leaves(batch)[0].shape[0]
-            rows //= self._mesh.num_replicas
+            size = jax.tree.leaves(batch)[0].shape[0]
+            rows = size // self._mesh.num_replicas
             return self._describe(kind, rows, batch, self._notes, error=error)
         finally:
             # Notes contain values of the trace, which refer to all of it.

@@ -124,7 +124,19 @@ class StepProgram(ModelProgram):
         # If the step resets a metric, the metric's change is measured from its
         # value after the last reset.
         folded[-1] = [step.notes.before[v] for v in metrics]
-        return self._merge(step, old, folded, new, logs)
+        starts = [*old[:-1], folded[-1]]
+        groups = [
+            merge_lib.plan_group(step, *group, are_metrics=group[0] is metrics)
+            for group in zip(self._variables, starts, folded, new, strict=True)
+        ]
+        averaged = list(step_logs.find_averaged_logs(step, logs))
+        shares = [step_logs.compute_share(step, log) for log in averaged]
+        merged, sums = merge_lib.combine(step, groups, shares)
+        means = IdentityMap(zip(averaged, sums, strict=True))
+        logs = step_logs.merge_logs(
+            step, logs, metrics, (new[-1], merged[-1]), means
+        )
+        return logs, *self._select_changes(old, merged)
 
     def _on_rows(
         self, step: StepContext, state: Sequence[Group], data: Batch
@@ -138,28 +150,6 @@ class StepProgram(ModelProgram):
             called.outputs, called.means, called.results, list(metrics)
         )
         return jax.tree.unflatten(called.structure, logs)
-
-    def _merge(
-        self,
-        step: StepContext,
-        old: Sequence[Group],
-        folded: Sequence[Group],
-        new: Sequence[Group],
-        logs: Logs,
-    ) -> tuple[Any, ...]:
-        metrics, starts = self._variables[-1], [*old[:-1], folded[-1]]
-        groups = [
-            merge_lib.plan_group(step, *group, are_metrics=group[0] is metrics)
-            for group in zip(self._variables, starts, folded, new, strict=True)
-        ]
-        averaged = list(step_logs.find_averaged_logs(step, logs))
-        shares = [step_logs.compute_share(step, log) for log in averaged]
-        merged, sums = merge_lib.combine(step, groups, shares)
-        means = IdentityMap(zip(averaged, sums, strict=True))
-        logs = step_logs.merge_logs(
-            step, logs, metrics, (new[-1], merged[-1]), means
-        )
-        return logs, *self._select_changes(old, merged)
 
     def _scan_steps(self, body: Step) -> Step:
         """Turns a step into a loop over batches that returns the last logs."""
