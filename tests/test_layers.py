@@ -107,7 +107,7 @@ LOGIC_LINES = {
     "job": 760,
     "keras_bridge": 407,
     "kernels": 1581,
-    "migrate": 1584,
+    "migrate": 1585,
     "names": 310,
     "passes": 4911,
     "planning": 3457,

@@ -10,6 +10,9 @@ from keras_strategies.migrate.scopes import FUNCTIONS, dotted_name
 from keras_strategies.migrate.source import Argument, Source
 from keras_strategies.migrate.tables import BACKEND, TEXTS, TF, Rule
 
+# Names that TensorFlow's versions have for a first argument.
+_FIRST = ("x", "input", "tensor")
+
 
 def port_call(port: Port, call: ast.Call) -> None:
     """Ports a call by its function's full name, or by its method."""
@@ -104,8 +107,8 @@ def _parameter(arg: Argument, index: int, rule: Rule) -> str | None:
         return rule.new[index] if is_known else unknown
     if word not in old:
         word = tables.OLD_WORDS.get(word, word)
-    if word not in old and word in ("x", "input", "tensor") and old:
-        word = old[0]
+    if word not in old and word in _FIRST and not rule.is_open:
+        word = old[0] if old else word
     if word in old:
         return rule.new[old.index(word)]
     return None if rule.is_open else "-" if word == "name" else "!"
