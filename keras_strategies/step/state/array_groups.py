@@ -138,7 +138,7 @@ def find_model_holders(
     holders = [] if last is None else find_holders(last)
     keras_state = getattr(model, "_jax_state", None)
     if keras_state and all(name in keras_state for name in groups):
-        of_keras = [keras_state[name] for name in groups]
-        if last is None or of_keras[0] is not last[0]:
-            holders += find_holders(of_keras)
+        keras_values = [keras_state[name] for name in groups]
+        if last is None or keras_values[0] is not last[0]:
+            holders += find_holders(keras_values)
     return holders
