@@ -79,7 +79,7 @@ class Triplet(OwnStep):
         anchor, near, far = self(x), self(x + 0.1 * make_noise(x, 4)), self(-x)
         to_near = ops.sum(ops.square(anchor - near), axis=1)
         to_far = ops.sum(ops.square(anchor - far), axis=1)
-        return ops.mean(ops.maximum(to_near - to_far + 0.5, 0.0))
+        return ops.mean(ops.maximum(to_near - to_far + 5.0, 0.0))
 
 
 # Gradients of gradients, and of several tasks.
