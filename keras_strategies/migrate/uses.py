@@ -11,7 +11,7 @@ from keras_strategies.migrate.tables import BACKEND, TF, find_replacement
 _SHORT_DTYPES = {"int64": "int32", "float64": "float32"}
 _TAPE = "tensorflow.GradientTape"
 _KEPT = tables.WORDS["kept"] | {""}
-_IN_DATASETS = ("tensorflow.function", _TAPE)
+_IN_DATASETS = ("tensorflow.function", "tensorflow.name_scope", _TAPE)
 _TF_ROOTS = ("tensorflow", "tensorflow.compat.v1", "tensorflow.compat.v2")
 
 
