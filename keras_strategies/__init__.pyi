@@ -84,3 +84,5 @@ from keras_strategies.variables.abstract_models import abstract as abstract
 from keras_strategies.variables.variable_creator import (
     variable_creator_scope as variable_creator_scope,
 )
+
+__version__: str

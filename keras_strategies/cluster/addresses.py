@@ -104,10 +104,9 @@ def parse_index(value: object, what: str) -> int:
             f"{what} must be an integer. Received: {shorten(value)} of type "
             f"{type(value).__name__}. Pass an integer such as 0, 1 or 2."
         )
-    index = value
-    if isinstance(value, str):
-        index = _parse_digits(value)
-        index = index if str(index) == value else -1
+    index = _parse_digits(value) if isinstance(value, str) else value
+    if str(index) != str(value):
+        index = -1
     if not 0 <= index < MAX_TASKS:
         raise ValueError(
             f"{what} must be from 0 to {MAX_TASKS - 1}. Received: "

@@ -156,7 +156,9 @@ def _encode(value: Tree) -> object:
 def _decode(value: object, has_classes: bool) -> Tree:
     if value is None:
         return None
-    keys = tuple(sorted(value)) if isinstance(value, dict) else ()
+    keys: tuple[Any, ...] = ()
+    if isinstance(value, dict):
+        keys = tuple(sorted(value))
     form = _FORMS.get(keys)
     problem = "a part of it describes neither a nest nor an array"
     if form is not None and (has_classes or keys != _NAMED):

@@ -139,8 +139,10 @@ class StepTracer:
             if is_warning or traces.is_problem_of_package(error):
                 raise
             size = jax.tree.leaves(batch)[0].shape[0]
-            rows = size // self._mesh.num_replicas
-            return self._describe(kind, rows, batch, self._notes, error=error)
+            num_rows = size // self._mesh.num_replicas
+            return self._describe(
+                kind, num_rows, batch, self._notes, error=error
+            )
         finally:
             # Notes contain values of the trace, which refer to all of it.
             self._notes = StepNotes()

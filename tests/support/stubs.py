@@ -94,6 +94,8 @@ def make_stub(module):
         if len(line) > 80:
             line = f"from {place} import (\n    {name} as {name},\n)"
         lines.append(line)
+    if module == PACKAGE:
+        lines += ["", "__version__: str"]
     return "\n".join(lines) + "\n"
 
 

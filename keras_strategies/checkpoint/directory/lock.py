@@ -173,7 +173,7 @@ class DirectoryLock:
             self._descriptor = descriptor
         path = self._directory / LOCK
         self._file = _open(path, os.O_RDWR | os.O_CREAT)
-        is_taken = _try_lock(self._file, self._descriptor) is False
+        is_taken = _try_lock(self._file, self._directory) is False
         # The file may have been deleted after it was opened and before it was
         # locked. Other processes would then lock a new file.
         if not is_taken and _is_at(self._file, path):

@@ -256,7 +256,8 @@ def _parse(path: pathlib.Path, text: bytes) -> Manifest:
         raise make_error(problem)
     del content["checksum"]
     files = {name: tuple(entry) for name, entry in content["files"].items()}
-    manifest = Manifest(**content | {"files": files})
+    content |= {"files": files}
+    manifest = Manifest(**content)
     # Compares all bytes, so that changes in whitespace or order are detected,
     # too.
     if _serialize(manifest) != text:

@@ -43,7 +43,7 @@ _SEND_LINE = "send line"
 # How a job ended, by the exit code of its first cause. Every failed process
 # reports that a peer failed. The peer may have exited too early, with exit code
 # 0.
-_ENDS = {
+_ENDS: dict[int, str] = {
     ExitCode.PREEMPTED: "preempted: the processes stopped with exit code 75",
     ExitCode.PEER_FAILED: "the processes ended with exit code 71; see their "
     "last lines for the cause",

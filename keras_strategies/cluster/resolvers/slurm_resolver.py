@@ -158,10 +158,11 @@ def _read_hosts(
             hosts.sort(key=lambda item: places.get(item[0], len(places)))
     else:
         names = expand_hostlist(read_text(environ, _HOSTS, SETTER))
-        counts = [tasks_per_node] * len(names)
         if tasks_per_node is None:
             text = read_text(environ, _TASKS_PER_NODE, SETTER)
             counts = expand_tasks_per_node(text)
+        else:
+            counts = [tasks_per_node] * len(names)
         if len(counts) != len(names):
             raise ValueError(
                 f"{_HOSTS} and {_TASKS_PER_NODE} must have one entry for each "

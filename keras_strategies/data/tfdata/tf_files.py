@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
 from keras_strategies._types import Dataset
 from keras_strategies.data.tfdata.tf_graph import (
     Graph,
@@ -227,7 +225,8 @@ def find_texts(graph: Graph) -> tuple[str, ...]:
     for scope in list_scopes(graph):
         for node in scope.nodes:
             if node.op == "Const" and node.attr["dtype"].type == text:
-                texts += map(os.fsdecode, np.ravel(read_constant(node)))
+                values: Any = read_constant(node)
+                texts += map(os.fsdecode, values.ravel())
     return tuple(dict.fromkeys(filter(None, texts)))
 
 
