@@ -9,16 +9,12 @@ from html import escape
 from typing import Any
 
 import rich.box
-from rich.bar import Bar
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.filesize import decimal
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
-from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from keras_strategies.planning.report.planned_step import (
-    KINDS,
     PlannedStep,
     find_fastest,
     format_gb,
@@ -71,7 +67,7 @@ class Plan:
     def to_html(self) -> str:
         """Returns an HTML page that shows each candidate's memory as a bar."""
         # Imports modules of rich that Keras does not.
-        from keras_strategies.planning.report.table import make_page
+        from keras_strategies.planning.report.page import make_page
 
         return make_page(self, self.steps)
 
@@ -291,77 +287,3 @@ def _format_large(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
-
-
-def make_page(plan: RenderableType, steps: Sequence[PlannedStep]) -> str:
-    """Returns the HTML of a plan's page.
-
-    The page loads no other files and runs no scripts.
-
-    Args:
-      plan: The plan's table and sentences.
-      steps: The planned step of each candidate.
-    """
-    console = Console(
-        file=io.StringIO(),
-        record=True,
-        width=120,
-        markup=False,
-        highlight=False,
-        force_jupyter=False,
-    )
-    console.print("keras-strategies plan\n", plan)
-    for step in steps:
-        fits = {True: "fits", False: "does not fit", None: "unknown"}[step.fits]
-        fits = fits if step.error is None else "no result"
-        console.print()
-        console.print(Rule(f"{step.topology} {step.layout}: {fits}"))
-        console.print(_draw_bars(step))
-        console.print(*_iter_facts(step), sep="\n")
-    return console.export_html()
-
-
-def _draw_bars(step: PlannedStep) -> Table:
-    """Returns the memory by category, and the bounds of the time, as bars."""
-    table = Table.grid(padding=(0, 3))
-    total = step.bytes_in_all
-    if total is not None:
-        sizes = {kind: step.memory.get(kind, 0.0) for kind in KINDS}
-        sizes["unspecified"] = total - sum(sizes.values())
-        scale, start = max(total, step.limit_bytes or 0), 0.0
-        for name, size in sizes.items():
-            if size > 1e-3 * total:
-                bar = Bar(scale, start, start + size)
-                table.add_row(name, f"{format_gb(size)} GB", bar)
-            start += size
-        table.add_row("in total", f"{format_gb(total)} GB")
-    if step.limit_bytes is not None:
-        table.add_row("limit", f"{format_gb(step.limit_bytes)} GB")
-    if step.estimate is not None:
-        times = {"step": step.estimate.seconds, **step.estimate.bounds}
-        for name, seconds in times.items():
-            bar = Bar(max(*times.values(), 1e-9), 0, seconds)
-            table.add_row(name, f"{seconds * 1e3:,.3g} ms", bar)
-    return table
-
-
-def _iter_facts(step: PlannedStep) -> Iterator[str]:
-    """Yields a sentence for each result that the table does not show."""
-    replicas = max(step.num_replicas, 1)
-    yield (
-        f"{step.num_devices:,} devices, {replicas:,} replicas, {step.rows:,} "
-        f"rows ({step.rows / replicas:,.6g} on each replica)"
-    )
-    if step.rows_per_second is not None:
-        tokens = ""
-        if step.tokens_per_second is not None:
-            tokens = f"{step.tokens_per_second:,.0f} tokens, "
-        yield f"in a second: {tokens}{step.rows_per_second:,.6g} rows"
-    if step.estimate is not None and step.estimate.max_utilization is not None:
-        maximum = 100 * step.estimate.max_utilization
-        yield f"MFU at the largest bound's speed: {maximum:.0f} %"
-    for kind, count in step.counts.items():
-        sent = decimal(int(step.sent.get(kind, 0.0)))
-        yield f"{count:,} {kind}, {sent} in total"
-    if step.compile_seconds:
-        yield f"compiled in {step.compile_seconds:,.1f} s"
