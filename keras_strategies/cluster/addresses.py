@@ -104,8 +104,8 @@ def parse_index(value: object, what: str) -> int:
             f"{what} must be an integer. Received: {shorten(value)} of type "
             f"{type(value).__name__}. Pass an integer such as 0, 1 or 2."
         )
-    index = _parse_digits(value) if isinstance(value, str) else value
-    if str(index) != str(value):
+    index = value if isinstance(value, int) else _parse_digits(value)
+    if isinstance(value, str) and str(index) != value:
         index = -1
     if not 0 <= index < MAX_TASKS:
         raise ValueError(

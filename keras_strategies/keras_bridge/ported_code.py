@@ -113,8 +113,8 @@ def check_step_signature(model: keras.Model, kind: str) -> None:
     raise TypeError(
         f"`{kind}_step` must accept `(state, data)`, as in Keras for JAX, or "
         f"`(data)`, as in Keras for TensorFlow. Received: "
-        f"{type(model).__name__}.{kind}_step{signature}. docs/migration.md "
-        "shows both forms."
+        f"{type(model).__name__}.{kind}_step{signature}. Write it in one of "
+        "these forms; see docs/migration.md."
     )
 
 

@@ -672,7 +672,7 @@ def test_a_result_that_is_renamed_is_there(tmp_path):
         config=models.config_of(tmp_path),
         metric_names_map={"hue": "color"},
     )
-    with pytest.raises(ValueError, match="'color'; the results are"):
+    with pytest.raises(ValueError, match="'hue'; the results are"):
         estimator.evaluate(arrays)
 
 
