@@ -1,6 +1,5 @@
 """What a process does in the tests of how a job starts."""
 
-import importlib.metadata
 import json
 import os
 import time
@@ -59,17 +58,19 @@ class version_of_keras:  # noqa: N801
     """Has another version of Keras installed, as far as can be asked."""
 
     def __init__(self, version):
-        self.version = version
-        self.real = importlib.metadata.version
+        from keras_strategies.names import versions
+
+        self.version, self.module = version, versions
+        self.real = versions.installed_version
 
     def __enter__(self):
         if self.version:
-            importlib.metadata.version = lambda name: (
+            self.module.installed_version = lambda name: (
                 self.version if name == "keras" else self.real(name)
             )
 
     def __exit__(self, *_):
-        importlib.metadata.version = self.real
+        self.module.installed_version = self.real
 
 
 def train(me, config, environ):

@@ -158,13 +158,13 @@ def test_an_interrupted_plan_has_the_rows_that_are_known(tmp_path):
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)")
     command = (
         "import json\n"
-        "from keras_strategies.planning.capture import processes, progress\n"
+        "from keras_strategies.planning.capture import processes\n"
         "from keras_strategies.planning.capture.request import Request\n"
         "requests = [\n"
         "    Request(topology=t, layout='replicated', function=f't:make')\n"
         "    for t in ('fails', 'sleeps', 'waits')\n"
         "]\n"
-        "with progress.first_signal() as received:\n"
+        "with processes.first_signal() as received:\n"
         "    plan = processes.plan_in_processes(requests, 1, received)\n"
         "print(json.dumps([*received, plan.to_json()]))\n"
     ).replace("f't:make'", "f'{t}:make'")
