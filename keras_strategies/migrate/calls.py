@@ -32,8 +32,8 @@ def port_call(port: Port, call: ast.Call) -> None:
         if any(_fill_template(port, call, row) for row in rows):
             return
         rule = tables.CALLS.get(name)
-        is_done = rule is None or _apply_rule(port, call, rule, full or name)
-        if rule is not None and rule.function and not is_done:
+        is_left = rule and not _apply_rule(port, call, rule, full or name)
+        if rule and rule.function and is_left:
             return
         if name in tables.SPECIAL:
             getattr(special, f"port_{tables.SPECIAL[name]}")(port, call)
@@ -41,13 +41,12 @@ def port_call(port: Port, call: ast.Call) -> None:
     if rule is None or not is_ours or port.claimed & {call.func}:
         return
     if language is Language.BOTH:
-        scope = port.scope(call)
-        while scope.parent and not isinstance(scope.node, FUNCTIONS):
-            scope = scope.parent
         port.claimed.add(call.func)
-        name = getattr(scope.node, "name", "")
+        nodes = [scope.node for scope in port.scope(call).enclosing()]
+        node = next((n for n in nodes if isinstance(n, FUNCTIONS)), call)
+        name = getattr(node, "name", "lambda")
         text = f"`{name}` serves a dataset and a step: write one for each"
-        port.mark(scope.node or call, text)
+        port.mark(node, text)
     elif language is Language.STEP or full.startswith(BACKEND):
         _apply_rule(port, call, rule, full)
 
@@ -101,14 +100,12 @@ def _apply_rule(port: Port, call: ast.Call, rule: Rule, name: str) -> bool:
 def _parameter(arg: Argument, index: int, rule: Rule) -> str | None:
     """Returns the new name of an argument; None if it stays as it is."""
     old, word = rule.old, arg.word
-    if not word:
-        unknown = None if rule.is_open else "!"
-        is_known = not rule.is_open and index < len(old)
-        return rule.new[index] if is_known else unknown
+    if not word and not rule.is_open and index < len(old):
+        return rule.new[index]
     if word not in old:
         word = tables.OLD_WORDS.get(word, word)
     if word not in old and word in _FIRST and not rule.is_open:
-        word = old[0] if old else word
+        word = "".join(old[:1])
     if word in old:
         return rule.new[old.index(word)]
     return None if rule.is_open else "-" if word == "name" else "!"
@@ -136,11 +133,10 @@ def _find_problem(
 def _fill_template(port: Port, call: ast.Call, row: list[str]) -> bool:
     """Replaces a call by a template's code; returns whether it fits."""
     where, parameters, code = row
-    is_step = port.is_step(call)
-    has_steps = port.file.found[Language.STEP] or port.file.around
-    if (where == "step" and not is_step) or (
-        where == "host" and (is_step or not has_steps)
-    ):
+    step, file = Language.STEP, port.file
+    has_steps = file.found[step] or file.elsewhere[step]
+    here = "step" if port.is_step(call) else "host" if has_steps else "any"
+    if where not in ("any", here):
         return False
     names = [n.split("=")[0] for n in parameters.replace("*", "").split()]
     values = dict(re.findall(r"(\w+)=(\w+)", parameters))

@@ -25,9 +25,7 @@ _FROM = re.compile(r"from\s+([\w.]+)\s+import\b")
 
 def find_roots(node: ast.Import | ast.ImportFrom) -> set[str]:
     """Returns the first names of the modules that a statement imports."""
-    if isinstance(node, ast.ImportFrom):
-        return {get_module(node).split(".")[0]}
-    return {alias.name.split(".")[0] for alias in node.names}
+    return {origin.split(".")[0] for _, origin in bindings(node)}
 
 
 def port_imports(port: Port, rendered: Rendered) -> set[ast.stmt]:
@@ -97,7 +95,7 @@ def _port_import(
         return [f"import {root}" for root in find_roots(node) if root]
     is_from = isinstance(node, ast.ImportFrom)
     module = get_module(node) if is_from else ""
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[ast.alias]] = {}
     for alias, bound in zip(node.names, bindings(node), strict=True):
         full = f"{module}.{alias.name}".lstrip(".")
         if full.startswith("tensorflow.python"):
@@ -114,14 +112,12 @@ def _port_import(
             root, name = _find_target(module, alias.name)
         elif alias.asname:
             name = normalize(alias.name)
-        if name and alias.asname and alias.asname != name:
-            groups.setdefault(root, []).append(f"{name} as {alias.asname}")
-        elif name:
-            groups.setdefault(root, []).append(name)
+        if name:
+            asname = None if alias.asname == name else alias.asname
+            groups.setdefault(root, []).append(ast.alias(name, asname))
     lines = [
-        f"from {root} import {', '.join(names)}" if root else f"import {name}"
-        for root, names in groups.items()
-        for name in ([""] if root else names if is_from else [", ".join(names)])
+        ast.unparse(ast.ImportFrom(root, each, 0) if root else ast.Import(each))
+        for root, each in groups.items()
     ]
     if not lines:
         port.dropped.add(node)

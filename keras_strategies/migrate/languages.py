@@ -7,11 +7,9 @@ are followed together.
 
 import ast
 import collections
-import dataclasses
 import enum
 import itertools
 from collections.abc import Iterable
-from typing import Any
 
 from keras_strategies.migrate import tables
 from keras_strategies.migrate.scopes import (
@@ -35,13 +33,6 @@ class Language(enum.Flag):
     BOTH = STEP | DATA
 
 
-def _by_kind() -> Any:
-    return dataclasses.field(
-        default_factory=lambda: {Language.STEP: set(), Language.DATA: set()}
-    )
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
 class File:
     """A file of a project, whose functions are followed with the others'.
 
@@ -51,16 +42,17 @@ class File:
       found: The functions that certainly are computed in steps, and those that
         datasets call.
       elsewhere: The full names of imported functions that are, likewise.
-      around: The functions that call `run`.
+      around: The `tf.function`s that call `run`.
       symbolic: The calls with tensors of a functional model.
     """
 
-    module: str
-    names: Names
-    found: dict[Language, set[Scope]] = _by_kind()
-    elsewhere: dict[Language, set[str]] = _by_kind()
-    around: set[Scope] = dataclasses.field(default_factory=set)
-    symbolic: set[ast.AST] = dataclasses.field(default_factory=set)
+    def __init__(self, *, module: str, names: Names) -> None:
+        self.module, self.names = module, names
+        kinds = Language.STEP, Language.DATA
+        self.found: dict[Language, set[Scope]] = {kind: set() for kind in kinds}
+        self.elsewhere: dict[Language, set[str]] = {k: set() for k in kinds}
+        self.around: set[Scope] = set()
+        self.symbolic: set[ast.AST] = set()
 
     def get_language(self, scope: Scope) -> Language:
         """Returns the language of the code in a scope."""
@@ -69,18 +61,6 @@ class File:
             if found:
                 return found[0] | found[-1]
         return Language.HOST
-
-    def is_around(self, scope: Scope) -> bool:
-        """Returns whether code is in a `tf.function` that calls `run`."""
-        return any(
-            each in self.around
-            and any(
-                self.names.full_name(getattr(node, "func", node))
-                in _TF_FUNCTIONS
-                for node in getattr(each.node, "decorator_list", ())
-            )
-            for each in scope.enclosing()
-        )
 
     def count(self) -> int:
         """Returns how many functions are known."""
@@ -98,9 +78,8 @@ def follow(files: list[File]) -> None:
             by_name[name].append((f".{file.module}.{name}", file, scope))
     count = -1
     while count != (count := sum(file.count() for file in files)):
-        for file, kind in itertools.product(
-            files, (Language.STEP, Language.DATA)
-        ):
+        kinds = Language.STEP, Language.DATA
+        for file, kind in itertools.product(files, kinds):
             _reach(file, kind)
             for name in file.elsewhere[kind]:
                 name = f".{name.lstrip('.')}"
@@ -146,11 +125,12 @@ def _read_call(file: File, scope: Scope, call: ast.Call) -> None:
     full = file.names.full_name(call.func)
     method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     values = get_values(call)
-    is_data = full.startswith("tensorflow.data.")
-    if is_data or full in tables.WORDS["python_calls"]:
-        _add(file, Language.DATA, scope, values)
     is_other = full.startswith(("jax.", "keras.", "tensorflow.", "functools."))
-    if method in tables.WORDS["data_methods"] and not is_other:
+    if (
+        full.startswith("tensorflow.data.")
+        or full in tables.WORDS["python_calls"]
+        or (method in tables.WORDS["data_methods"] and not is_other)
+    ):
         _add(file, Language.DATA, scope, values)
     owners = {*full.split("."), *dotted_name(call.func).split(".")[-2:-1]}
     is_run = method in _RUN_METHODS and not (
@@ -158,9 +138,10 @@ def _read_call(file: File, scope: Scope, call: ast.Call) -> None:
     )
     named = [word.value for word in call.keywords if word.arg == "fn"]
     if is_run and _add(file, Language.STEP, scope, named or call.args[:1]):
-        kinds = FUNCTIONS | ast.Lambda
-        around = (s for s in scope.enclosing() if isinstance(s.node, kinds))
-        file.around.update(around)
+        for each in scope.enclosing():
+            for node in getattr(each.node, "decorator_list", ()):
+                name = file.names.full_name(getattr(node, "func", node))
+                file.around |= {each} if name in _TF_FUNCTIONS else set()
     for word in call.keywords:
         if word.arg in tables.WORDS["step_arguments"]:
             _add(file, Language.STEP, scope, _elements(word.value))
@@ -178,11 +159,8 @@ def get_values(call: ast.Call) -> list[ast.expr]:
 
 
 def _elements(node: ast.expr) -> list[ast.expr]:
-    if isinstance(node, ast.List | ast.Tuple):
-        return [value for each in node.elts for value in _elements(each)]
-    if isinstance(node, ast.Dict):
-        return [value for each in node.values for value in _elements(each)]
-    return [node]
+    parts = getattr(node, "elts", ()) or getattr(node, "values", ())
+    return [each for part in parts for each in _elements(part)] or [node]
 
 
 def _add(

@@ -39,7 +39,7 @@ class Notebook:
         before = "".join(code.splitlines(keepends=True)[:line])
         marker = list(_MARKER.finditer(before))[-1]
         number = before[marker.end() :].rstrip("\n").count("\n")
-        return f"cell {int(marker[1]) + 1}, line {number}"
+        return f", cell {int(marker[1]) + 1}, line {number}"
 
     def render(self, code: str) -> str:
         """Returns the document with ported code."""
@@ -52,11 +52,8 @@ class Notebook:
             is_list = isinstance(cell["source"], list)
             cell["source"] = text.splitlines(keepends=True) if is_list else text
         indent = re.match(r"\{\s*\n( +)", self.text)
-        new = json.dumps(
-            document,
-            indent=len(indent[1]) if indent else None,
-            ensure_ascii=False,
-        )
+        width = len(indent[1]) if indent else None
+        new = json.dumps(document, indent=width, ensure_ascii=False)
         return new + "\n" * self.text.endswith("\n")
 
 

@@ -58,14 +58,11 @@ class Port:
 
     def language(self, node: ast.AST) -> Language:
         """Returns the language of the code that a node is in."""
-        scope = self.scope(node)
-        language = self.file.get_language(scope)
-        around = {node, *self.names.ancestors(node)}
-        if language or not (
-            around & self.file.symbolic or self.file.is_around(scope)
-        ):
-            return language
-        return Language.STEP
+        scope, nodes = self.scope(node), [node, *self.names.ancestors(node)]
+        is_around = not self.file.around.isdisjoint(scope.enclosing())
+        is_step = is_around or not self.file.symbolic.isdisjoint(nodes)
+        other = Language.STEP if is_step else Language.HOST
+        return self.file.get_language(scope) or other
 
     def is_step(self, node: ast.AST) -> bool:
         """Returns whether operations here become those of `keras.ops`."""
@@ -153,10 +150,8 @@ def _choose_alias(module: str, names: Names) -> str:
     for name, origins in names.root.imports.items():
         if full in origins:
             return name
-    is_taken = any(
-        module in scope.others or module in scope.functions
-        for scope in names.scopes.values()
-    )
+    scopes = names.scopes.values()
+    is_taken = any(module in {*s.others, *s.functions} for s in scopes)
     return f"{module}_module" if is_taken else module
 
 
@@ -172,12 +167,7 @@ def keep_marks(port: Port, keeps: Callable[[int], bool]) -> set[str]:
             continue
         texts.add(text)
         start = port.source.line_start(offset)
-        line = port.source.physical_line(start)[0]
-        lines = [
-            line.strip()
-            for line in reversed(port.source.text[:line].splitlines())
-        ]
-        above = itertools.takewhile(lambda line: line[:1] == "#", lines)
-        if MARK + text not in above:
+        above = port.source.line_start(max(start - 1, 0))
+        if MARK + text not in port.source.comments((above, start)):
             port.insert_line(start, MARK + text)
     return texts

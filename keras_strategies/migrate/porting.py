@@ -14,7 +14,7 @@ from keras_strategies.migrate.imports import (
 )
 from keras_strategies.migrate.languages import File, follow
 from keras_strategies.migrate.port import MARK, Port, keep_marks
-from keras_strategies.migrate.removal import remove
+from keras_strategies.migrate.removal import Statements, remove
 from keras_strategies.migrate.scopes import Names
 from keras_strategies.migrate.source import Rendered, Source
 from keras_strategies.migrate.tables import SPECIAL
@@ -88,9 +88,8 @@ def _concerns(names: Names) -> bool:
 
 
 def _port(file: File) -> Ported:
-    names, text = file.names, file.names.source.text
-    port = Port(file)
-    scopes = names.scopes.values()
+    port, text = Port(file), file.names.source.text
+    scopes = file.names.scopes.values()
     for scope in scopes:
         for call in scope.calls:
             port_call(port, call)
@@ -99,21 +98,22 @@ def _port(file: File) -> Ported:
     for scope in scopes:
         for use in scope.uses:
             port_use(port, use)
-    rules = port.edits
-    port.edits = rules + remove(names, port.dropped, set())
-    _drop_devices(port, Rendered(text, port.edits))
-    port.edits = rules + remove(names, port.dropped, set())
-    rendered = Rendered(text, port.edits)
-    port.edits = list(rules)
+    _drop_devices(port, _render(port))
+    rendered = _render(port)
     filled = port_imports(port, rendered)
     texts = keep_marks(port, rendered.keeps)
-    edits = port.edits + remove(names, port.dropped, filled)
-    code = Rendered(text, edits).text
+    code = _render(port, filled).text
     return Ported(
         code=code,
         left=_find_left(code, texts),
         num_changed=count_changed(text, code),
     )
+
+
+def _render(port: Port, filled: Statements = frozenset()) -> Rendered:
+    """Returns the text with the edits, without what is dropped."""
+    removed = remove(port.names, port.dropped, filled)
+    return Rendered(port.source.text, port.edits + removed)
 
 
 def _port_backend(port: Port, value: ast.expr) -> None:

@@ -117,16 +117,17 @@ def _complete(
     report: FileReport, notebook: Notebook | None, result: Ported
 ) -> FileReport:
     """Returns a report with what was ported."""
-    after, path = result.code, report.path
-    left = [(f"{path}:{line}", text) for line, text in result.left]
+    after = result.code
+    places = [f":{line}" for line, _ in result.left]
     if notebook is not None:
         is_same = after == notebook.source
         after = report.before if is_same else notebook.render(after)
         places = [notebook.locate(result.code, line) for line, _ in result.left]
-        left = [
-            (f"{path}, {p}", t[1]) for p, t in zip(places, left, strict=True)
-        ]
+    left = tuple(
+        (report.path + place, text)
+        for place, (_, text) in zip(places, result.left, strict=True)
+    )
     changed, error = result.num_changed, result.error
     return dataclasses.replace(
-        report, after=after, left=tuple(left), num_changed=changed, error=error
+        report, after=after, left=left, num_changed=changed, error=error
     )

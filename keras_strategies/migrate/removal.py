@@ -2,17 +2,16 @@
 
 import ast
 import re
+from collections.abc import Set
 
 from keras_strategies.migrate.scopes import Names
-from keras_strategies.migrate.source import Edit, Span
+from keras_strategies.migrate.source import Edit
 from keras_strategies.migrate.tables import SPECIAL
 
-_BLOCKS = ("body", "orelse", "finalbody")
+Statements = Set[ast.stmt]
 
 
-def remove(
-    names: Names, dropped: set[ast.stmt], filled: set[ast.stmt]
-) -> list[Edit]:
+def remove(names: Names, dropped: Statements, filled: Statements) -> list[Edit]:
     """Returns the edits that remove statements.
 
     Args:
@@ -34,7 +33,7 @@ def remove(
     ]
 
 
-def _is_idle(names: Names, node: ast.stmt, dropped: set[ast.stmt]) -> bool:
+def _is_idle(names: Names, node: ast.stmt, dropped: Statements) -> bool:
     """Returns whether a statement does nothing without what is dropped."""
     parts = (ast.For, ast.If, ast.Try)
     if not isinstance(node, parts) or not set(node.body) <= dropped:
@@ -48,16 +47,13 @@ def _is_idle(names: Names, node: ast.stmt, dropped: set[ast.stmt]) -> bool:
 
 
 def _remove(
-    names: Names,
-    node: ast.stmt,
-    dropped: set[ast.stmt],
-    filled: set[ast.stmt],
+    names: Names, node: ast.stmt, dropped: Statements, filled: Statements
 ) -> Edit:
     source, parent = names.source, names.parents[node]
     start, end = source.span(node)
     blocks = [v for _, v in ast.iter_fields(parent) if isinstance(v, list)]
     block = next(block for block in blocks if node in block)
-    is_empty = set(block) <= dropped and not filled & set(block)
+    is_empty = set(block) <= dropped and filled.isdisjoint(block)
     is_needed = is_empty and not isinstance(parent, ast.Module)
     after = source.text[end : source.physical_line(end)[1]]
     is_alone = start == source.line_start(start) and re.fullmatch(
@@ -66,12 +62,7 @@ def _remove(
     if not is_alone or (is_needed and node is block[0]):
         return Edit(span=(start, end), parts=["pass"])
     lines = source.physical_line(start)[0], source.physical_line(end)[1]
-    return Edit(span=lines, parts=_keep_comments(names, node, lines))
-
-
-def _keep_comments(names: Names, node: ast.stmt, span: Span) -> list[str]:
-    """Returns the comments between the statements of a removed one."""
-    source = names.source
-    indent = source.indent(source.line_start(source.span(node)[0]))
-    comments = source.comments(span) if hasattr(node, "body") else []
-    return [f"{indent}{comment}{source.newline}" for comment in comments]
+    # Those between the statements of a removed one stay.
+    comments = source.comments(lines) if hasattr(node, "body") else []
+    indent, newline = source.indent(start), source.newline
+    return Edit(span=lines, parts=[f"{indent}{c}{newline}" for c in comments])

@@ -40,25 +40,22 @@ def _summarize(reports: Sequence[FileReport]) -> str:
     num_changed = sum(report.num_changed for report in reports)
     num_left = sum(len(report.left) for report in reports)
     lines = "line" if num_changed == 1 else "lines"
-    left = "1 is left" if num_left == 1 else f"{num_left} are left"
-    left = f"{left}:" if num_left else "nothing is left"
-    return f"{num_changed} {lines} changed; {left}"
+    left = {0: "nothing is left", 1: "1 is left:"}
+    some = f"{num_left} are left:"
+    return f"{num_changed} {lines} changed; {left.get(num_left, some)}"
 
 
 def print_diff(console: Console, report: FileReport) -> None:
     """Prints a file's changes, in color where stdout is a terminal."""
-    before, after = (
-        [f"{line}\n" for line in text.splitlines()]
-        for text in (report.before, report.after)
-    )
+    texts = report.before.splitlines(), report.after.splitlines()
     names = f"a/{report.path}", f"b/{report.path}"
-    text = "".join(difflib.unified_diff(before, after, *names))
-    if console.is_terminal:
-        console.print(
-            Syntax(text, "diff", background_color="default", word_wrap=True)
-        )
-    else:
+    lines = difflib.unified_diff(*texts, *names, lineterm="")
+    text = "\n".join([*lines, ""])
+    if not console.is_terminal:
         console.file.write(text)
+        return
+    color = "default"
+    console.print(Syntax(text, "diff", background_color=color, word_wrap=True))
 
 
 def write_report(path: str, reports: Sequence[FileReport]) -> None:

@@ -1,17 +1,20 @@
 """The names of one file: what each refers to, and where functions are used."""
 
 import ast
-import dataclasses
+import re
 from collections.abc import Callable
 
 from keras_strategies.migrate.source import Source
 
+_SHARED = re.compile(
+    r"^tensorflow(_estimator|\.compat\.v2"
+    r"|\.compat\.v1(?=\.(keras|distribute|estimator)\b))(?=\.|$)"
+)
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 IMPORTS = ast.Import | ast.ImportFrom
 _COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
 class Scope:
     """A module, class, function or comprehension, with the names it binds.
 
@@ -29,19 +32,19 @@ class Scope:
       assigned: The assigned names and values, in order.
     """
 
-    node: ast.AST | None = None
-    parent: "Scope | None" = None
-    inner: "list[Scope]" = dataclasses.field(default_factory=list)
-    imports: dict[str, set[str]] = dataclasses.field(default_factory=dict)
-    others: set[str] = dataclasses.field(default_factory=set)
-    outside: set[str] = dataclasses.field(default_factory=set)
-    functions: dict[str, "Scope"] = dataclasses.field(default_factory=dict)
-    classes: dict[str, "Scope"] = dataclasses.field(default_factory=dict)
-    uses: list[ast.expr] = dataclasses.field(default_factory=list)
-    calls: list[ast.Call] = dataclasses.field(default_factory=list)
-    assigned: list[tuple[set[str], ast.expr]] = dataclasses.field(
-        default_factory=list
-    )
+    def __init__(
+        self, node: ast.AST | None = None, parent: "Scope | None" = None
+    ) -> None:
+        self.node, self.parent = node, parent
+        self.inner: list[Scope] = []
+        self.imports: dict[str, set[str]] = {}
+        self.others: set[str] = set()
+        self.outside: set[str] = set()
+        self.functions: dict[str, Scope] = {}
+        self.classes: dict[str, Scope] = {}
+        self.uses: list[ast.expr] = []
+        self.calls: list[ast.Call] = []
+        self.assigned: list[tuple[set[str], ast.expr]] = []
 
     def enclosing(self) -> "list[Scope]":
         """Returns this scope and those around it, from the innermost."""
@@ -49,11 +52,8 @@ class Scope:
 
     def visible(self) -> "list[Scope]":
         """Returns the scopes whose names code here can read."""
-        return [self] + [
-            scope
-            for scope in self.enclosing()[1:]
-            if not isinstance(scope.node, ast.ClassDef)
-        ]
+        around, kind = self.enclosing()[1:], ast.ClassDef
+        return [self, *(s for s in around if not isinstance(s.node, kind))]
 
     def within(self) -> "list[Scope]":
         """Returns this scope and all in it."""
@@ -100,7 +100,7 @@ class Names:
             if name in each.imports and name not in each.others:
                 found = sorted(each.imports[name])
                 ours = [o for o in found if o.split(".")[0] == "tensorflow"]
-                return (ours or found)[0]
+                return [*ours, *found][0]
             if name in each.others or name in each.functions:
                 return ""
         return ""
@@ -125,11 +125,10 @@ class Names:
 
     def ancestors(self, node: ast.AST) -> list[ast.AST]:
         """Returns the nodes around a node, from the innermost."""
-        found = []
-        while (parent := self.parents.get(node)) is not None:
+        found = [node]
+        while (parent := self.parents.get(found[-1])) is not None:
             found.append(parent)
-            node = parent
-        return found
+        return found[1:]
 
     def _visit_parts(
         self, node: ast.AST, scope: Scope, inner: Scope | None = None
@@ -171,7 +170,7 @@ class Names:
             self.scope_of[node] = scope
 
     def _add_scope(self, node: ast.AST, scope: Scope) -> Scope:
-        inner = self.scopes[node] = Scope(node=node, parent=scope)
+        inner = self.scopes[node] = Scope(node, scope)
         scope.inner.append(inner)
         if isinstance(node, FUNCTIONS):
             scope.functions[node.name] = inner
@@ -215,15 +214,8 @@ def dotted_name(node: ast.AST | None) -> str:
 
 def normalize(name: str) -> str:
     """Returns the full name without the parts that several names share."""
-    words = name.split(".")
-    if words[:3] == ["tensorflow", "compat", "v2"]:
-        del words[1:3]
-    if words[0] == "tensorflow_estimator":
-        words[0] = "tensorflow"
-    for module in ("keras", "distribute", "estimator"):
-        if words[:4] == ["tensorflow", "compat", "v1", module]:
-            del words[1:3]
-    return ".".join(words[words[:2] == ["tensorflow", "keras"] :])
+    full = _SHARED.sub("tensorflow", name)
+    return re.sub(r"^tensorflow\.keras\b", "keras", full)
 
 
 def get_module(node: ast.ImportFrom) -> str:
@@ -238,10 +230,10 @@ def bindings(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
             (a.asname or a.name, f"{get_module(node)}.{a.name}")
             for a in node.names
         ]
-    roots = [alias.name.split(".")[0] for alias in node.names]
     return [
-        (a.asname, a.name) if a.asname else (root, root)
-        for a, root in zip(node.names, roots, strict=True)
+        (alias.asname, alias.name) if alias.asname else (root, root)
+        for alias in node.names
+        for root in [alias.name.split(".")[0]]
     ]
 
 

@@ -41,6 +41,11 @@ class Argument:
 class Source:
     """A parsed file, which finds the places of nodes in its text.
 
+    Attributes:
+      text: The text.
+      tree: Its syntax tree.
+      newline: The characters that end a line.
+
     Raises:
       SyntaxError: if the text is not Python 3, as far as this Python knows it.
       ValueError: if its lines do not end in a line feed.
@@ -51,6 +56,7 @@ class Source:
         self.tree = ast.parse(text)
         if re.search(r"\r(?!\n)", text):
             raise ValueError("lines that end in a carriage return alone")
+        self.newline = next(iter(_LINE_END.findall(text)), "\n")
         ends = (match.end() for match in _LINE_END.finditer(text))
         self._starts = [0, *ends, len(text), len(text) + 1]
 
@@ -93,8 +99,7 @@ class Source:
                 start=self.text.index("=", span[0]) + 1
                 if getattr(node, "arg", None)
                 else span[0],
-                has_star=isinstance(node, ast.Starred)
-                or (isinstance(node, ast.keyword) and node.arg is None),
+                has_star=self.text[span[0]] == "*",
             )
             for node, span in zip(values, spans, strict=False)
         ]
@@ -111,12 +116,6 @@ class Source:
         """Returns the line of the text that an offset is in."""
         index = bisect.bisect_right(self._starts, offset)
         return self._starts[index - 1], self._starts[index]
-
-    @functools.cached_property
-    def newline(self) -> str:
-        """The characters that end a line."""
-        match = _LINE_END.search(self.text)
-        return match[0] if match else "\n"
 
     @functools.cached_property
     def _all_tokens(self) -> list[tuple[int, str, int, int]]:

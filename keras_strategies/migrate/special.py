@@ -1,18 +1,13 @@
 """Calls that need more than a table, by the kinds of names.toml."""
 
 import ast
+import json
 import re
 
 from keras_strategies.migrate.languages import Language
 from keras_strategies.migrate.port import Port
 from keras_strategies.migrate.scopes import dotted_name
-from keras_strategies.migrate.tables import TEXTS, WORDS
-
-_ENDINGS = {
-    ".save": (".keras", ".h5", ".hdf5"),
-    ".weights": (".weights.h5", ".h5", ".keras"),
-    ".checkpoint": (".weights.h5",),
-}
+from keras_strategies.migrate.tables import ENDINGS, TEXTS, WORDS
 
 
 def port_devices(port: Port, call: ast.Call) -> None:
@@ -33,15 +28,13 @@ def port_devices(port: Port, call: ast.Call) -> None:
 
 def port_split(port: Port, call: ast.Call) -> None:
     """Writes virtual devices as JAX's, if they have no limit of memory."""
-    node, factor = call.args[-1] if call.args else call, ""
-    if isinstance(node, ast.BinOp):
-        node, factor = node.left, port.source.code(node.right)
-    parts = node.elts if isinstance(node, ast.List) else []
-    if not parts or any(ast.unparse(part)[-2:] != "()" for part in parts):
+    code = ast.unparse(call.args[-1]) if call.args else ""
+    match = re.fullmatch(r"\[((?:[\w.]+\(\)(?:, )?)+)\](?: \* (.+))?", code)
+    if match is None:
         port.mark(call, TEXTS["split"])
         return
-    count = " * ".join([str(len(parts)), factor][: 1 + bool(factor)])
-    count = count.removeprefix("1 * ")
+    number = str(match[1].count("()"))
+    count = " * ".join(filter(None, [number, match[2]])).removeprefix("1 * ")
     port.replace(call, f'jax.config.update("jax_num_cpu_devices", {count})')
 
 
@@ -91,10 +84,9 @@ def port_print(port: Port, call: ast.Call) -> None:
             words.append("{}")
             values += [", ", arg.span]
     if is_step and args:
-        text = repr(" ".join(words))[1:-1]
-        text = text.replace('"', '\\"').replace("\\'", "'")
+        text = json.dumps(" ".join(words), ensure_ascii=False)
         span = (args[0].span[0], args[-1].span[1])
-        port.edit(call, span, [f'"{text}"', *values])
+        port.edit(call, span, [text, *values])
 
 
 def port_minimize(port: Port, call: ast.Call) -> None:
@@ -111,18 +103,18 @@ def port_path(port: Port, call: ast.Call) -> None:
     words = {arg.word: arg.value for arg in args}
     is_model = any("model" in word or word == "self" for word in owners)
     is_keras = port.full_name(call.func).startswith("keras.")
-    kind = ".weights" if name.endswith("_weights") else ".save"
+    kind = "weights" if name.endswith("_weights") else "save"
     if "save_weights_only" in words:
         is_only = ast.unparse(words["save_weights_only"]) == "True"
-        kind = ".checkpoint" if is_only else kind
-    if kind == ".save" and not is_model and not is_keras:
+        kind = "checkpoint" if is_only else kind
+    if kind == "save" and not is_model and not is_keras:
         return
-    known = _ENDINGS[kind]
+    known = ENDINGS[kind]
     places = [arg.value for arg in args if not arg.word]
     value = words.get("filepath") or [*places, call, call][name == "save_model"]
     code = port.source.code(value)
     match = re.fullmatch(r"""([bru]?['"]+)(.*?)(['"]+)""", code, re.S)
-    if match is None or match[2].endswith(known):
+    if match is None or match[2].endswith(tuple(known)):
         return
     body = re.sub(r"(\.h5|\.hdf5|\.ckpt|\.tf|/+)$", "", match[2])
     span = port.source.span(value)

@@ -75,12 +75,7 @@ def _read_renames(document: dict[str, Any]) -> dict[str, str]:
         for module in document["moved"]
         for name in module["names"].split()
     }
-    words = {
-        f"{module}.{name}": f"{module}.{new}"
-        for module in ("keras.losses", "keras.metrics")
-        for name, new in document["functions"].items()
-    }
-    return document["renamed"] | moved | words
+    return document["renamed"] | moved
 
 
 def _read_marks(document: dict[str, Any]) -> dict[str, str]:
@@ -136,16 +131,14 @@ MARKED = _read_marks(DOCUMENT)
 """The names that are left, with what to do; also what begins so."""
 MARKED_IN_STEPS = DOCUMENT["marked_in_steps"]
 """The names that are left in code of steps, with what to do."""
-SPECIAL = {
-    name: kind
-    for kind, names in DOCUMENT["special"].items()
-    for name in names.split()
-}
+SPECIAL = DOCUMENT["special"]
 """The kinds of calls that have a function in special.py."""
 TEXTS = DOCUMENT["texts"]
 """What is written about lines that are left, by what is left."""
 OLD_WORDS = DOCUMENT["old_words"]
 """Names of arguments in TensorFlow 1."""
+ENDINGS = DOCUMENT["endings"]
+"""The endings of files that Keras takes, by what is in them."""
 FORMS = DOCUMENT["forms"]
 """Patterns of the code of arguments that are ported, by their new names."""
 ARGUMENTS = DOCUMENT["arguments"]

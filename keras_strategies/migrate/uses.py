@@ -11,7 +11,7 @@ from keras_strategies.migrate.tables import BACKEND, TF, find_replacement
 _SHORT_DTYPES = {"int64": "int32", "float64": "float32"}
 _TAPE = "tensorflow.GradientTape"
 _KEPT = tables.WORDS["kept"] | {""}
-_IN_DATASETS = ("tensorflow.function", "tensorflow.name_scope", _TAPE)
+_IN_DATASETS = tuple(map(TF.__add__, tables.WORDS["datasets"]))
 _TF_ROOTS = ("tensorflow", "tensorflow.compat.v1", "tensorflow.compat.v2")
 
 
@@ -42,13 +42,10 @@ def port_use(port: Port, node: ast.expr) -> None:
 
 def is_ported_import(origin: str) -> bool:
     """Returns whether `from ... import X` of a full name stays, ported."""
-    found = find_replacement(origin)
-    if found is None or found[2]:
-        return False
-    prefix, text, _ = found
+    prefix, text, is_mark = find_replacement(origin) or ("", "", True)
     target = text + origin[len(prefix) :]
     is_name = target.rpartition(".")[2] == origin.rpartition(".")[2]
-    return is_name and "." in target and '"' not in text
+    return not is_mark and is_name and "." in target
 
 
 def _origin(port: Port, node: ast.AST) -> str:
@@ -79,21 +76,15 @@ def _port_learning_rate(port: Port, node: ast.AST) -> None:
 
 
 def _port_value(port: Port, node: ast.expr, full: str) -> bool:
-    """Ports a dtype, or the index of a new axis."""
+    """Ports a dtype."""
     name = full.removeprefix(TF).removeprefix("dtypes.")
-    if full == f"{TF}newaxis":
-        port.replace(node, "None")
-    elif full.startswith(TF) and name in tables.WORDS["dtypes"]:
-        around = port.names.ancestors(node)
-        if any(
-            isinstance(each, ast.Call)
-            and port.full_name(each.func).endswith(".Variable")
-            for each in around
-        ):
-            name = _SHORT_DTYPES.get(name, name)
-        port.replace(node, f'"{name}"')
-    else:
+    if not full.startswith(TF) or name not in tables.WORDS["dtypes"]:
         return False
+    around = port.names.ancestors(node)
+    calls = (port.full_name(getattr(each, "func", None)) for each in around)
+    if any(call.endswith(".Variable") for call in calls):
+        name = _SHORT_DTYPES.get(name, name)
+    port.replace(node, f'"{name}"')
     return True
 
 
