@@ -107,7 +107,7 @@ LOGIC_LINES = {
     "job": 713,
     "keras_bridge": 371,
     "kernels": 1579,
-    "migrate": 1499,
+    "migrate": 1500,
     "names": 309,
     "passes": 4892,
     "planning": 3325,

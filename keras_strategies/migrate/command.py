@@ -1,17 +1,18 @@
-"""The command `keras-strategies migrate`: ports files and reports."""
+"""The command that ports scripts for tf.distribute to keras_strategies.
+
+It ports their names, imports, tapes, and the TensorFlow operations in code of
+steps. Comments and formatting stay. What cannot be ported gets a comment that
+begins with `# ks-migrate:`, and a row in the report. The exit code is 1 if such
+lines are left, and 2 if a file could not be read. Without --write, nothing is
+written.
+"""
 
 import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 
-DESCRIPTION = """\
-Ports scripts for tf.distribute: their names, imports, tapes, and the TensorFlow
-operations in code of steps. Comments and formatting stay. What cannot be ported
-gets a comment that begins with `# ks-migrate:`, and a row in the report. The
-exit code is 1 if such lines are left, and 2 if a file could not be read.
-Without --write, nothing is written.
-"""
+DESCRIPTION = __doc__
 EXAMPLES = """\
 examples:
   keras-strategies migrate train.py --diff

@@ -64,12 +64,9 @@ def port_imports(port: Port, rendered: Rendered) -> set[ast.stmt]:
         if "keras" in modules:
             modules.add("ks")
         is_inner = scope is not names.root
-        has_ks = any(
-            origin.split(".")[0] == PACKAGE
-            for each in scope.visible()
-            for origins in each.imports.values()
-            for origin in origins
-        )
+        homes = scope.visible()
+        there = (n for n in names.imports if names.scope_of[n] in homes)
+        has_ks = any(PACKAGE in find_roots(node) for node in there)
         if has_ks or (is_inner and "ks" in needed.get(names.root, ())):
             bound.add((scope, "ks"))
         for module in _FULL:

@@ -2,7 +2,6 @@
 
 import ast
 import copy
-import dataclasses
 import json
 import re
 from typing import Any
@@ -17,7 +16,6 @@ _MAGIC_LINE = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Notebook:
     """A notebook whose code cells are one source.
 
@@ -27,12 +25,24 @@ class Notebook:
       source: The code of all cells. A statement stands before each cell, and
         others in the place of magics.
       magics: The text of the magics.
+
+    Raises:
+      ValueError: if the text is not that of a notebook.
     """
 
-    text: str
-    document: dict[str, Any]
-    source: str
-    magics: tuple[str, ...]
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.document: Any = json.loads(text)
+        if not isinstance(self.document, dict) or "cells" not in self.document:
+            raise ValueError("a notebook must have cells, but it has none")
+        self.magics: list[str] = []
+        pieces = []
+        for index, cell in enumerate(self.document["cells"]):
+            if cell.get("cell_type") == "code":
+                code = "".join(cell["source"])
+                code = _hide_magics(code, self.magics)
+                pieces += [_CELL.format(index), code]
+        self.source = "\n".join([*pieces, ""])
 
     def locate(self, code: str, line: int) -> str:
         """Returns the cell and the line in it of a line of ported code."""
@@ -55,29 +65,6 @@ class Notebook:
         width = len(indent[1]) if indent else None
         new = json.dumps(document, indent=width, ensure_ascii=False)
         return new + "\n" * self.text.endswith("\n")
-
-
-def read_notebook(text: str) -> Notebook:
-    """Reads a notebook.
-
-    Raises:
-      ValueError: if the text is not that of a notebook.
-    """
-    document = json.loads(text)
-    if not isinstance(document, dict) or "cells" not in document:
-        raise ValueError("a notebook must have cells, but it has none")
-    magics: list[str] = []
-    pieces = []
-    for index, cell in enumerate(document["cells"]):
-        if cell.get("cell_type") == "code":
-            code = "".join(cell["source"])
-            pieces += [_CELL.format(index), _hide_magics(code, magics)]
-    return Notebook(
-        text=text,
-        document=document,
-        source="\n".join([*pieces, ""]),
-        magics=tuple(magics),
-    )
 
 
 def _hide_magics(code: str, magics: list[str]) -> str:

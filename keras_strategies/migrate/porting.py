@@ -152,8 +152,5 @@ def count_changed(before: str, after: str) -> int:
     """Returns the number of lines that differ, as a diff shows them."""
     old, new = before.splitlines(), after.splitlines()
     matcher = difflib.SequenceMatcher(None, old, new)
-    return sum(
-        max(end - start, other_end - other_start)
-        for tag, start, end, other_start, other_end in matcher.get_opcodes()
-        if tag != "equal"
-    )
+    spans = (span for tag, *span in matcher.get_opcodes() if tag != "equal")
+    return sum(max(b - a, d - c) for a, b, c, d in spans)

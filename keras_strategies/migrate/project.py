@@ -7,7 +7,7 @@ import pathlib
 import tokenize
 from collections.abc import Iterator, Sequence
 
-from keras_strategies.migrate.notebooks import Notebook, read_notebook
+from keras_strategies.migrate.notebooks import Notebook
 from keras_strategies.migrate.porting import Ported, port_sources
 
 _SUFFIXES = (".py", ".ipynb")
@@ -85,7 +85,7 @@ def port_files(paths: Sequence[str]) -> list[FileReport]:
         try:
             text, encoding = _read(path)
             if path.endswith(".ipynb"):
-                notebooks[path] = read_notebook(text)
+                notebooks[path] = Notebook(text)
         except (OSError, ValueError, SyntaxError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             reports[path] = FileReport(path=path, error=reason)

@@ -241,4 +241,4 @@ def _targets(node: ast.expr) -> set[str]:
     """Returns the names that a target of an assignment binds."""
     if isinstance(node, ast.Tuple | ast.List):
         return set().union(*map(_targets, node.elts))
-    return {node.id} if isinstance(node, ast.Name) else set()
+    return {dotted_name(node)} - {""}

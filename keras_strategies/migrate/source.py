@@ -86,11 +86,9 @@ class Source:
         values.sort(key=lambda node: (node.lineno, node.col_offset))
         end = self.span(call)[1]
         index = bisect.bisect_left(self._token_ends, end)
-        if self._token_ends[index] == end:
-            spans = self._split(index)
-        else:
-            # Older tokenizers do not look into f-strings.
-            spans = list(map(self.span, values))
+        # Older tokenizers do not look into f-strings.
+        is_known = self._token_ends[index] == end
+        spans = self._split(index) if is_known else map(self.span, values)
         return [
             Argument(
                 word=getattr(node, "arg", None) or "",

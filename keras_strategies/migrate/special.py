@@ -9,6 +9,11 @@ from keras_strategies.migrate.port import Port
 from keras_strategies.migrate.scopes import dotted_name
 from keras_strategies.migrate.tables import ENDINGS, TEXTS, WORDS
 
+# How far the values of names are followed.
+_MAX_STEPS = 8
+# The first parameters of Keras 2's `add_weight`.
+_WEIGHT = ("name", "shape", "dtype", "initializer", "regularizer", "trainable")
+
 
 def port_devices(port: Port, call: ast.Call) -> None:
     """Writes a list of TensorFlow's devices as one of JAX's."""
@@ -112,13 +117,40 @@ def port_path(port: Port, call: ast.Call) -> None:
     known = ENDINGS[kind]
     places = [arg.value for arg in args if not arg.word]
     value = words.get("filepath") or [*places, call, call][name == "save_model"]
+    value = _find_end(port, value)
     code = port.source.code(value)
-    match = re.fullmatch(r"""([bru]?['"]+)(.*?)(['"]+)""", code, re.S)
+    match = re.fullmatch(r"""([bfru]*['"]+)(.*?)(['"]+)""", code, re.S)
     if match is None or match[2].endswith(tuple(known)):
         return
     body = re.sub(r"(\.h5|\.hdf5|\.ckpt|\.tf|/+)$", "", match[2])
     span = port.source.span(value)
     port.edit(value, span, [match[1] + body + known[0] + match[3]])
+
+
+def _find_end(port: Port, value: ast.expr) -> ast.expr:
+    """Returns the expression that the text of a path ends with."""
+    for _ in range(_MAX_STEPS):
+        name, scopes = dotted_name(value), list(port.names.scopes.values())
+        if isinstance(value, ast.Name):
+            visible = port.names.scope_of[value].visible()
+            scopes = [each for each in visible if name in each.others][:1]
+        found = [v for s in scopes for names, v in s.assigned if name in names]
+        if isinstance(value, ast.BinOp):
+            value = value.right
+        elif isinstance(value, ast.Call) and value.args:
+            is_join = getattr(value.func, "attr", "") == "join"
+            value = value.args[-1] if is_join else value
+        elif len(found) == 1:
+            value = found[0]
+    return value
+
+
+def port_weight(port: Port, call: ast.Call) -> None:
+    """Passes the arguments of Keras 2's `add_weight` by keywords."""
+    args = port.source.arguments(call)[: len(call.args)]
+    is_name = args and isinstance(getattr(args[0].value, "value", None), str)
+    for arg, word in zip(args if is_name else (), _WEIGHT, strict=False):
+        port.edit(call, (arg.span[0], arg.span[0]), [f"{word}="])
 
 
 def port_compiled_loss(port: Port, call: ast.Call) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from keras_strategies.cli.main import main
-from keras_strategies.migrate.notebooks import read_notebook
+from keras_strategies.migrate.notebooks import Notebook
 from keras_strategies.migrate.project import find_files, port_files
 
 pytestmark = pytest.mark.quick
@@ -225,6 +225,6 @@ def test_a_notebook_without_tensorflow_is_untouched(project):
 def test_a_notebook_whose_sources_are_texts():
     document = make_notebook([])
     document["cells"] = [{"cell_type": "code", "source": "a = 1\n!b"}]
-    notebook = read_notebook(json.dumps(document))
+    notebook = Notebook(json.dumps(document))
     (cell,) = json.loads(notebook.render(notebook.source))["cells"]
     assert cell["source"] == "a = 1\n!b"
