@@ -1,37 +1,48 @@
 """Ports public scripts, and runs what is ported on random data.
 
 tests/migrate/scripts.txt lists the scripts, by their address and commit. They
-are not copied into the project: download those that you want to try into a
-directory, as OWNER+REPOSITORY/PATH. A line that ends in "run" is a script that
-was read, and needs no data but what is random here; others are only ported.
+are not copied into the project: download those that you want to try, with the
+modules beside them, into a directory, as OWNER+REPOSITORY/PATH. A line that
+ends in "run" is a script that was read, and needs no data but what is random
+here; others are only ported.
 
-    ./run bench migrate DIRECTORY
+    ./run bench migrate DIRECTORY [WORDS...]
 
-A script runs on four virtual CPU devices (in two processes of two, if it has a
-MultiWorkerMirroredStrategy), for at most two epochs of a few steps.
+With words, only scripts whose address has one of them are run. A script runs
+twice, in a temporary directory and without the network: on four virtual CPU
+devices (in two processes of two, if it has a MultiWorkerMirroredStrategy) and
+on one, with the same global batch. The first three losses of each run are
+compared: those after each batch of `fit`, or those that a loop prints.
+
+What the runs change beside the data and the number of steps: devices that a
+machine may not have are left out, layers drop nothing, and batches are
+normalized by moving averages, so that one device computes the same.
 """
 
 import argparse
+import json
 import os
 import pathlib
 import re
-import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
-import types
 
 ROOT = pathlib.Path(__file__).parents[1]
 LIST = ROOT / "tests" / "migrate" / "scripts.txt"
 LIMIT_S = 300
-ROWS = 256
-SHAPES = {
-    "mnist": (28, 28),
-    "fashion_mnist": (28, 28),
-    "cifar10": (32, 32, 3),
-    "cifar100": (32, 32, 3),
+NUM_REPLICAS, NUM_PROCESSES = 4, 2
+TOLERANCE = 2e-4
+# Numbers in scripts that depend on the machine, or on the size of the data.
+NUMBERS = {
+    r"\w*strategy\.num_replicas_in_sync": str(NUM_REPLICAS),
+    r"len\(tf_config\['cluster'\]\['worker'\]\)": str(NUM_PROCESSES),
+    r"\b73257\b": "192",
 }
+# What migrate_data.py prints in `fit`, and what scripts print of their loops.
+_BATCH_LOSS = re.compile(r"\bbatch loss: (\S+)")
+_LOSS = re.compile(r"\bloss\b:? ?(\d+\.\d+(?:e-?\d+)?)", re.I)
 
 
 def read_list():
@@ -48,8 +59,7 @@ def port(directory, repository, path):
     """Ports a script with the files beside it.
 
     Returns:
-      The directory of the port, the lines changed in it, and the texts about
-      those left in the script.
+      The port, the lines changed in it, and the texts about those left in it.
     """
     from keras_strategies.migrate.project import find_files, port_files
 
@@ -64,114 +74,94 @@ def port(directory, repository, path):
     return script, report.num_changed, [text for _, text in report.left]
 
 
-def run(script):
-    """Runs a ported script; returns its exit status and its last line."""
-    is_job = "MultiWorker" in script.read_text("utf-8")
-    command = [sys.executable, str(pathlib.Path(__file__)), "--child"]
+def run(script, *, devices):
+    """Runs a ported script in a copy of its directory.
+
+    Returns:
+      What became of it, and its first three losses.
+    """
+    text = script.read_text("utf-8")
+    for pattern, number in NUMBERS.items():
+        text = re.sub(pattern, number, text)
+    directory = pathlib.Path(tempfile.mkdtemp()) / "script"
+    shutil.copytree(script.parent, directory)
+    (directory / script.name).write_text(text, "utf-8")
+    is_job = "MultiWorker" in text and devices > 1
+    child = [str(ROOT / "benchmarks" / "migrate_data.py"), script.name]
+    command = [sys.executable, *child]
     if is_job:
+        each = str(devices // NUM_PROCESSES)
         command = [
             *(sys.executable, "-m", "keras_strategies.cli", "launch"),
-            *("--processes", "2", "--devices-per-process", "2"),
-            *command[1:],
+            *("--processes", str(NUM_PROCESSES)),
+            *("--devices-per-process", each, *child),
         ]
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "JAX_PLATFORMS": "cpu",
     }
+    if "MultiWorker" in text and not is_job:
+        cluster = {"worker": ["localhost:1"]}
+        task = {"type": "worker", "index": 0}
+        config = {"cluster": cluster, "task": task}
+        environment["TF_CONFIG"] = json.dumps(config)
     if not is_job:
-        flags = "--xla_force_host_platform_device_count=4"
+        flags = f"--xla_force_host_platform_device_count={devices}"
         environment["XLA_FLAGS"] = flags
     try:
         done = subprocess.run(
-            [*command, str(script)],
-            cwd=script.parent,
+            command,
+            cwd=directory,
             env=environment,
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
         )
     except subprocess.TimeoutExpired:
-        return -1, f"more than {LIMIT_S} s"
-    lines = (done.stdout if not done.returncode else done.stderr).splitlines()
-    return done.returncode, next((x for x in lines[::-1] if x.strip()), "")
+        return f"more than {LIMIT_S} s", []
+    found = _BATCH_LOSS.findall(done.stdout) or _LOSS.findall(done.stdout)
+    losses = [float(loss) for loss in found[:3]]
+    if not done.returncode:
+        return "runs", losses
+    text = done.stdout + done.stderr
+    errors = re.findall(r"^(?:\[.*\] )?\w*(?:Error|Exception): .*", text, re.M)
+    return f"fails: {[*errors, text[-150:]][0][:150]}", losses
 
 
-def run_child(script):
-    """In a process of its own: runs a script on random data."""
-    import keras_strategies as ks  # noqa: I001
-    import keras
-    import numpy as np
-
-    assert ks
-    random = np.random.default_rng(0)
-
-    def make(shape, rows, classes=10):
-        x = random.integers(0, 256, (rows, *shape)).astype("uint8")
-        return x, random.integers(0, classes, rows).astype("uint8")
-
-    for name, shape in SHAPES.items():
-        module = getattr(keras.datasets, name)
-        module.load_data = lambda shape=shape: (
-            make(shape, ROWS),
-            make(shape, ROWS // 2),
-        )
-    sys.modules["tensorflow_datasets"] = make_tfds(make)
-    fit = keras.Model.fit
-
-    def short_fit(self, *args, **kwargs):
-        kwargs["epochs"] = min(kwargs.get("epochs", 1), 2)
-        if kwargs.get("steps_per_epoch"):
-            kwargs["steps_per_epoch"] = min(kwargs["steps_per_epoch"], 3)
-        return fit(self, *args, **kwargs)
-
-    keras.Model.fit = short_fit
-    sys.path.insert(0, str(pathlib.Path(script).parent))
-    sys.argv = [script]
-    runpy.run_path(script, run_name="__main__")
-
-
-def make_tfds(make):
-    """A module like tensorflow_datasets, whose datasets are random."""
-    import tensorflow as tf
-
-    def load(name, split=None, with_info=False, **_):
-        size = 28 if "mnist" in name else 32
-        shape = (size, size, 1 if "mnist" in name else 3)
-        classes = 2 if "cats" in name else 10
-        sets = {
-            part: tf.data.Dataset.from_tensor_slices(make(shape, 64, classes))
-            for part in ("train", "test", "validation")
-        }
-        found = sets if split is None else sets["train"]
-        return (found, types.SimpleNamespace()) if with_info else found
-
-    module = types.ModuleType("tensorflow_datasets")
-    module.load = load
-    module.disable_progress_bar = lambda: None
-    module.Split = types.SimpleNamespace(TRAIN="train", TEST="test")
-    return module
+def compare(script):
+    """Runs a script on several devices and on one; returns two columns."""
+    result, losses = run(script, devices=NUM_REPLICAS)
+    if result != "runs":
+        return result, ""
+    other, expected = run(script, devices=1)
+    if other != "runs" or not losses:
+        return result, f"not known: {other}, {len(losses)} losses"
+    gap = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
+    word = "equal" if gap < TOLERANCE else "**differ**"
+    return result, f"{word}: {len(losses)}, by {gap:.0e}"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=pathlib.Path, nargs="?")
-    parser.add_argument("--child")
+    parser.add_argument("directory", type=pathlib.Path)
+    parser.add_argument("words", nargs="*")
     options = parser.parse_args()
-    if options.child:
-        run_child(options.child)
-        return
-    print("| script | lines changed | left | run |\n|---|---|---|---|")
+    print("| script | lines changed | left | run | losses |")
+    print("|---|---|---|---|---|")
     for repository, path, is_run in read_list():
         if not (options.directory / repository / path).exists():
             continue
+        is_chosen = any(w in f"{repository}/{path}" for w in options.words)
+        if options.words and not is_chosen:
+            continue
         script, changed, left = port(options.directory, repository, path)
-        result = "-"
+        result, losses = "-", "-"
         if is_run and not left:
-            status, line = run(script)
-            result = "runs" if not status else f"fails: {line[:150]}"
+            result, losses = compare(script)
         name = f"{repository.replace('+', '/')}/{path}"
-        print(f"| {name} | {changed} | {len(left)} | {result} |", flush=True)
+        row = (name, str(changed), str(len(left)), result, losses)
+        print(f"| {' | '.join(row)} |", flush=True)
         for text in left:
             print(f"    {text}")
 
