@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-DESCRIPTION = __doc__
+DESCRIPTION = __doc__ or ""
 EXAMPLES = """\
 examples:
   keras-strategies migrate train.py --diff
