@@ -86,7 +86,8 @@ def run(script, *, devices):
     directory = pathlib.Path(tempfile.mkdtemp()) / "script"
     shutil.copytree(script.parent, directory)
     (directory / script.name).write_text(text, "utf-8")
-    is_job = "MultiWorker" in text and devices > 1
+    has_workers = re.search(r"^[^#\n]*MultiWorker", text, re.M) is not None
+    is_job = has_workers and devices > 1
     child = [str(ROOT / "benchmarks" / "migrate_data.py"), script.name]
     command = [sys.executable, *child]
     if is_job:
@@ -101,7 +102,7 @@ def run(script, *, devices):
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "JAX_PLATFORMS": "cpu",
     }
-    if "MultiWorker" in text and not is_job:
+    if has_workers and not is_job:
         cluster = {"worker": ["localhost:1"]}
         task = {"type": "worker", "index": 0}
         config = {"cluster": cluster, "task": task}
