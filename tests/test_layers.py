@@ -101,7 +101,7 @@ LOGIC_LINES = {
     "cluster": 2644,
     "data": 3354,
     "estimator": 2989,
-    "fit": 2145,
+    "fit": 2146,
     "gpu": 280,
     "hooks": 1474,
     "job": 713,

@@ -363,7 +363,8 @@ class Binding:
         if len(data) > 1:
             self.model._assert_compile_called("compile_step")
             with passing_blocks(self.model, self._mesh):
-                self._build("train", data_batch=data)
+                batch = keras.utils.pack_x_y_sample_weight(*data)
+                self._build("train", data_batch=batch)
             return
         if not scope_hooks.is_built(self.model):
             with self._building(), inferring_shapes(), keras.StatelessScope():

@@ -101,12 +101,13 @@ def find_other_variables(model: keras.Model, kind: str) -> list[keras.Variable]:
     if kind != "train" or not is_in_place(model, kind):
         return []
     known = IdentitySet(model.optimizer.variables if model.optimizer else ())
-    return [
-        variable
-        for optimizer in find_optimizers(model)
-        for variable in optimizer.variables
-        if variable not in known
-    ]
+    found: list[keras.Variable] = []
+    for optimizer in find_optimizers(model):
+        # Several parts of the model may have the same optimizer.
+        new = [v for v in optimizer.variables if v not in known]
+        known.update(new)
+        found += new
+    return found
 
 
 def write_others(
@@ -139,7 +140,7 @@ def build_model(
       model: The compiled model.
       kind: `"train"` or `"test"`.
       iterator: An iterator of Keras's, whose first batch is read if needed.
-      data_batch: The batch, if it is known.
+      data_batch: The batch, if it is known, as the step receives it.
     """
     is_by_step = is_in_place(model, kind) and not _is_built(model)
     if is_by_step and data_batch is None:
@@ -149,9 +150,6 @@ def build_model(
     if type(model).call is not keras.Model.call or not is_in_place(model, kind):
         type(model)._symbolic_build(model, iterator, data_batch)
     if is_by_step and not _is_built(model):
-        # As `fit` passes it, which drops missing targets.
-        parts = keras.utils.unpack_x_y_sample_weight(data_batch)
-        data_batch = keras.utils.pack_x_y_sample_weight(*parts)
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
                 x.shape, keras.backend.standardize_dtype(x.dtype)

@@ -54,7 +54,7 @@ def lower_step(
     parts = keras.utils.unpack_x_y_sample_weight(data)
     if kind == "predict":
         data = parts = parts[:1]
-    elif parts[1] is None and isinstance(data, tuple):
+    elif isinstance(data, tuple) and any(part is None for part in data):
         data = keras.utils.pack_x_y_sample_weight(*parts)
     # A user-defined step gets data with the same structure as in `fit`, such as
     # `(x, y)`.

@@ -9,6 +9,7 @@ import pytest
 from keras import layers, ops
 
 import keras_strategies as ks
+from keras_strategies.step.in_place_step import find_other_variables
 from tests.support.combinations import combine
 
 SIZE = 4
@@ -83,13 +84,13 @@ class Adversarial(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-def make(replicas, draws=False, partitioner=None, **options):
+def make(replicas, draws=False, partitioner=None, cls=Adversarial, **options):
     keras.utils.set_random_seed(1)
     strategy = ks.MirroredStrategy(
         devices=jax.devices()[:replicas], variable_partitioner=partitioner
     )
     with strategy.scope():
-        model = Adversarial(draws)
+        model = cls(draws)
         model.compile(
             keras.optimizers.Adam(0.01),
             keras.optimizers.SGD(0.05, momentum=0.5),
@@ -172,6 +173,56 @@ def test_callbacks_read_and_write_the_optimizers():
     assert not np.allclose(kept[-1], kept[0])
     # In 2 fits of 2 epochs.
     assert float(found[-1][1]) == pytest.approx(0.05 / 16)
+
+
+class Shared(Adversarial):
+    """Its parts are compiled with its optimizers, so each is there twice."""
+
+    def compile(self, d_optimizer, g_optimizer, loss_fn, **options):
+        super().compile(d_optimizer, g_optimizer, loss_fn, **options)
+        self.discriminator.compile(d_optimizer)
+        self.generator.compile(g_optimizer)
+
+
+def test_parts_may_have_the_same_optimizers():
+    def train_shared(replicas):
+        model = make(replicas, cls=Shared)
+        history = [fit(model) for _ in range(2)]
+        others = find_other_variables(model, "train")
+        assert len(others) == len(set(map(id, others)))
+        return history, *map(
+            read, (model, model.d_optimizer, model.g_optimizer)
+        )
+
+    compare(train_shared(2), train(1))
+
+
+class Unpacks(Adversarial):
+    def train_step(self, data):
+        if isinstance(data, tuple):
+            data, *_ = data
+        return super().train_step(data)
+
+
+# Keras warns of every generator.
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_batches_of_a_generator_are_used_once():
+    def train_on(data, **options):
+        model = make(2, cls=Unpacks)
+        history = model.fit(data, shuffle=False, verbose=0, **options).history
+        return history, read(model), read(model.d_optimizer)
+
+    batches = ((IMAGES[i : i + 16],) for i in range(0, 48, 16))
+    found = train_on(batches)
+    compare(found, train_on(IMAGES, batch_size=16))
+    assert int(found[-1][0]) == 3
+    model = make(2, cls=Unpacks)
+    logs = [
+        model.train_on_batch(IMAGES[i : i + 16], return_dict=True)
+        for i in range(0, 48, 16)
+    ]
+    compare(read(model), found[1])
+    assert float(logs[-1]["g_loss"]) > 0
 
 
 def test_a_fit_resumes_with_the_optimizers(tmp_path):
