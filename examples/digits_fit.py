@@ -150,6 +150,12 @@ def main():
     assert accuracy >= 0.95, f"test accuracy {accuracy:.3f} is below 0.95"
     assert difference <= tolerance, f"weights differ by {difference:.1e}"
     Console().print("The weights equal a one-device run's.")
+    Console().print(
+        "Next: put the scope into a script of yours, as README.md shows; "
+        "`keras-strategies migrate train.py` ports one for tf.distribute; "
+        "examples/tour.ipynb shows the rest.",
+        markup=False,
+    )
 
 
 if __name__ == "__main__":

@@ -164,7 +164,9 @@ def _write(*arrays: jax.Array, axis: Axis) -> jax.Array:
     buffer = jax.lax.iota(arrays[0].dtype, total)
     starts = _starts(tuple(array.size for array in arrays), axis)
     for array, start in zip(arrays, starts, strict=True):
-        buffer = jax.lax.dynamic_update_slice(buffer, array.ravel(), (start,))
+        buffer = jax.lax.dynamic_update_slice(
+            buffer, array.ravel(), (start,), allow_negative_indices=False
+        )
     return buffer
 
 
@@ -173,7 +175,9 @@ def _read(
 ) -> list[jax.Array]:
     sizes = tuple(math.prod(shape) for shape in shapes)
     return [
-        jax.lax.dynamic_slice(buffer, (start,), (size,)).reshape(shape)
+        jax.lax.dynamic_slice(
+            buffer, (start,), (size,), allow_negative_indices=False
+        ).reshape(shape)
         for shape, size, start in zip(
             shapes, sizes, _starts(sizes, axis), strict=True
         )

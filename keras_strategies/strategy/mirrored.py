@@ -1,6 +1,8 @@
 """The strategies for one machine, whose devices users may name."""
 
 import collections
+import functools
+import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -12,6 +14,8 @@ from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.strategy.compile_only import CompileOnlyStrategy
 from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.variables.partitioners import PartitionerLike
+
+_logger = logging.getLogger(__name__)
 
 
 class MirroredStrategy(CompileOnlyStrategy):
@@ -54,6 +58,8 @@ class MirroredStrategy(CompileOnlyStrategy):
             )
         mesh = dry_run.find_mesh(lambda: _make_mesh(devices))
         super().__init__(mesh, variable_partitioner=variable_partitioner)
+        if devices is None and mesh.platform == "cpu" and mesh.num_replicas == 1:
+            _report_single_cpu()
         if os.environ.get("TF_CONFIG"):
             # Imported here because it takes a tenth of the import time.
             from keras_strategies.job import place
@@ -88,6 +94,15 @@ class OneDeviceStrategy(Strategy):
             lambda: ReplicaMesh(devices=(find_device(device, local_devices()),))
         )
         super().__init__(mesh)
+
+
+@functools.cache
+def _report_single_cpu() -> None:
+    _logger.warning(
+        "MirroredStrategy has one replica, because JAX has one device: this "
+        "machine's CPU. For four virtual devices, set the environment variable "
+        "XLA_FLAGS=--xla_force_host_platform_device_count=4 before JAX starts."
+    )
 
 
 def _make_mesh(devices: Sequence[str | jax.Device] | None) -> ReplicaMesh:

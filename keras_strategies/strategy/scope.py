@@ -28,6 +28,7 @@ class Scope:
         strategy, runtime = self._strategy, self._strategy._runtime
         current.check_not_mixing(strategy)
         current.check_cross_replica("scope")
+        _check_keras_distribution()
         create = functools.partial(on_read.create, runtime.mesh)
         hooks = current.get_entered_strategy, _check_free, _enter_loop
         with contextlib.ExitStack() as stack:
@@ -66,6 +67,20 @@ class Scope:
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         current.refuse_mixing(self._strategy, "the default strategy")
+
+
+def _check_keras_distribution() -> None:
+    """Raises if a distribution of Keras's own is set."""
+    distribution = keras.distribution.distribution()
+    if distribution is not None and not isinstance(
+        distribution, variable_creator.ReplicaDistribution
+    ):
+        raise RuntimeError(
+            "A strategy's scope cannot be entered while another distribution "
+            "is set in Keras, because both would place the variables. "
+            f"Received: {type(distribution).__name__}. Remove the call of "
+            "`keras.distribution.set_distribution`, or pass it None."
+        )
 
 
 def _check_free(model: keras.Model) -> None:

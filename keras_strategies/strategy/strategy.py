@@ -298,7 +298,9 @@ class Strategy(CustomLoops, PlanMixin):
         return model
 
     def describe(self, model: keras.Model | None = None) -> None:
-        """Prints the processes of the mesh and a table of variables.
+        """Prints the processes of the mesh, and variables.
+
+        If all are replicated, they are one line, else a table is added.
 
         Args:
           model: The model whose variables are listed. None for all variables
@@ -314,7 +316,10 @@ class Strategy(CustomLoops, PlanMixin):
         variables = list(created) if model is None else all_variables(model)
         runtime = self._runtime
         partitioner = runtime.distribution.placements.partitioner
-        Console().print(describe_table(runtime.mesh, variables, partitioner))
+        optimizer = getattr(model, "optimizer", None)
+        slots = optimizer.variables if optimizer else ()
+        table = describe_table(runtime.mesh, variables, partitioner, slots)
+        Console().print(table)
 
     def __copy__(self) -> "Strategy":
         raise RuntimeError(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,9 @@ MAX_PROCESSES = 4
 MAX_ROWS = 40
 MAX_PATH = 28
 MAX_WIDTH = 20
+
+SLOTS = "slots"
+"""What the table has in the column of arrays for a row of slots."""
 
 BYTES_PER_MB = 1e6
 
@@ -73,6 +76,7 @@ def describe_table(
     mesh: ReplicaMesh,
     variables: Sequence[keras.Variable],
     partitioner: Partitioner | None = None,
+    slots: Sequence[keras.Variable] = (),
 ) -> Group:
     """Lists the processes of a mesh, and variables.
 
@@ -80,17 +84,22 @@ def describe_table(
       mesh: The mesh of the replicas.
       variables: The variables; duplicates are listed once.
       partitioner: The partitioner that shards variables, if any.
+      slots: The variables that an optimizer created. In the table, slots with
+        the same sharding are one row.
 
     Returns:
       A renderable for a `rich.console.Console`. Its length is bounded, however
-      many devices and variables there are.
+      many devices and variables there are. If all variables are replicated, it
+      has a line about them, and no table.
     """
     groups = group_variables(variables, mesh, partitioner)
     parts: list[RenderableType] = [list_processes(mesh)]
     if partitioner is not None:
         text = describe_partitioner(partitioner, mesh.num_replicas)
         parts.append(Text(text))
-    parts += [Text(summarize(groups)), tabulate(groups)]
+    parts.append(Text(summarize(groups)))
+    if partitioner is not None or not _are_all_replicated(groups):
+        parts.append(tabulate(groups, {slot.path for slot in slots}))
     remarks = dict.fromkeys(row.remark for row in groups if row.remark)
     return Group(*parts, *(Text(f"  {word}: {why}") for word, why in remarks))
 
@@ -191,38 +200,53 @@ def summarize(groups: Mapping[VariableRow, Sequence[str]]) -> str:
         ),
         f"{num_bytes / BYTES_PER_MB:,.3f} MB on each device",
     ]
-    if {row.sharding for row in groups} == {"replicated"}:
+    if _are_all_replicated(groups):
         parts.append("all replicated")
     return ", ".join(parts)
 
 
-def tabulate(groups: Mapping[VariableRow, Sequence[str]]) -> Table:
+def _are_all_replicated(groups: Mapping[VariableRow, Any]) -> bool:
+    return {row.sharding for row in groups} == {"replicated"}
+
+
+def tabulate(
+    groups: Mapping[VariableRow, Sequence[str]],
+    slots: Collection[str] = (),
+) -> Table:
     """Lists groups of variables with their shardings and memory in a table.
 
     Args:
       groups: The result of `group_variables`.
+      slots: The paths of variables that an optimizer created. Slots with the
+        same sharding are one row.
 
     Returns:
       A table of at most 40 rows: those that take the most memory on a device.
     """
     table = Table(box=rich.box.SIMPLE_HEAD)
-
-    def count_bytes(row: VariableRow) -> int:
-        return row.num_bytes * len(groups[row])
-
-    rows = sorted(groups, key=count_bytes, reverse=True)
+    rows: dict[tuple[str, str], tuple[list[str], int]] = {}
+    for row, paths in groups.items():
+        sharding = row.sharding + (f" ({row.remark[0]})" if row.remark else "")
+        for array in (row.array, SLOTS):
+            found = [p for p in paths if (p in slots) == (array == SLOTS)]
+            if found:
+                listed, num_bytes = rows.get((array, sharding), ([], 0))
+                num_bytes += row.num_bytes * len(found)
+                rows[array, sharding] = [*listed, *found], num_bytes
+    by_size = sorted(rows.items(), key=lambda item: item[1][1], reverse=True)
     cells = [("variable", "", "array", "sharding", "MB a device")]
-    for row in rows[:MAX_ROWS]:
-        first, *others = groups[row]
-        cells.append(
-            (
-                _cut(first),
-                f"+ {len(others)}" if others else "",
-                row.array,
-                row.sharding + (f" ({row.remark[0]})" if row.remark else ""),
-                f"{count_bytes(row) / BYTES_PER_MB:,.3f}",
-            )
+    cells += [
+        (
+            _cut(first),
+            f"+ {len(others)}" if others else "",
+            array,
+            sharding,
+            f"{num_bytes / BYTES_PER_MB:,.3f}",
         )
+        for (array, sharding), ((first, *others), num_bytes) in by_size[
+            :MAX_ROWS
+        ]
+    ]
     for i, column in enumerate(zip(*cells, strict=True)):
         is_number = column[0] in ("", "MB a device")
         table.add_column(
@@ -230,6 +254,7 @@ def tabulate(groups: Mapping[VariableRow, Sequence[str]]) -> Table:
             justify="right" if is_number else "left",
             # In a narrow terminal only the paths are cut.
             min_width=min(max(map(len, column)), MAX_WIDTH) if i else None,
+            overflow="ellipsis" if i else "fold",
         )
     for texts in cells[1:]:
         # `Text`, because a path may contain rich's markup.

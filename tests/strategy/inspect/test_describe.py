@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 
 import jax
 import keras
@@ -178,17 +179,37 @@ def test_no_variables_is_an_empty_table():
     assert len(show(describe.tabulate({}))) < 5
 
 
-def test_strategy_describes_a_model(capsys):
+def test_strategy_describes_a_replicated_model_in_a_line(capsys):
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():
         layer = keras.layers.Dense(2, name="hidden")
         model = keras.Sequential([keras.Input((3,)), layer])
         model.compile("adam", "mse")
     strategy.describe(model)
-    shown = capsys.readouterr().out
-    assert "Mesh: 2 replicas" in shown
-    assert "hidden/kernel" in shown
-    assert "replicated" in shown
+    mesh, devices, variables = capsys.readouterr().out.splitlines()
+    assert mesh.startswith("Mesh: 2 replicas")
+    assert devices.split()[-2:] == ["cpu:0,", "cpu:1"]
+    assert variables == (
+        "6 variables, 12 parameters, 0.000 MB on each device, all replicated"
+    )
+
+
+def test_slots_with_the_same_sharding_are_a_row(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    partitioner = ks.experimental.FullySharded(shards=8, min_size=64)
+    strategy, model = divided_model(partitioner, [(8, 16), (16, 24), (24, 8)])
+    strategy.describe(model)
+    lines = capsys.readouterr().out.splitlines()
+    rows = {
+        re.split(r"\s{2,}", line.strip())[-2]: re.search(r"\+ (\d+)", line)
+        for line in lines
+        if " slots " in line
+    }
+    assert {sharding: more and more[1] for sharding, more in rows.items()} == {
+        "P('replica',)": "2",
+        "replicated (small)": "2",
+        "replicated": "1",
+    }
 
 
 def divided_model(partitioner, kernels=((6, 24), (24, 13), (13, 31))):
