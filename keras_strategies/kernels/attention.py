@@ -11,32 +11,37 @@ also if it is planned without a TPU, until Keras does (docs/upstream.md).
 import contextlib
 import functools
 import inspect
+import math
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
-from keras.src.backend.common.tensor_attributes import (
-    get_tensor_attr,
-    set_tensor_attr,
-)
 
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.kernels import splash_attention as splash
+from keras_strategies.kernels.attention_mask import (
+    NUM_BY_POSITION,
+    AttentionMask,
+    make_causal,
+    read_mask,
+)
 from keras_strategies.kernels.mapped_kernels import (
     Trace,
     current_trace,
     map_attention,
     tracing,
 )
-from keras_strategies.kernels.splash_attention import AttentionMask
+from keras_strategies.kernels.mask_arrays import recognize_mask
 from keras_strategies.passes.row_kinds.kernels import BY_ROWS
 from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.tpu.chips import find_chip
 
 LAYERS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 
@@ -44,16 +49,11 @@ _WITHOUT_KERNELS = ("TPU v2", "TPU v3")
 _PRECISIONS = (None, "default", "bfloat16")
 """The values of `jax_default_matmul_precision` that the kernel implements."""
 
-_MASK = "_ks_attention_mask"
-"""The attribute of a mask's array that stores it as an `AttentionMask`."""
-
 
 class _Thread(threading.local):
     """The state of the thread that traces a step.
 
     Attributes:
-      layer_mask: The mask that was passed to the layer that is computing
-        attention, if the layer made it.
       reasons: The reasons that are being collected, or None. See
         `collect_reasons`.
       has_called: Whether the layer that is computing attention has called
@@ -62,7 +62,6 @@ class _Thread(threading.local):
 
     reasons: dict[str, None] | None = None
     has_called: bool = False
-    layer_mask: AttentionMask | None = None
 
 
 _thread = _Thread()
@@ -123,13 +122,15 @@ def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
             else value
             for name, value in signature.bind(*args, **kwargs).arguments.items()
         }
-        known, _thread.layer_mask = _thread.layer_mask, None
+        query, key, mask = (arguments.get(n) for n in ("query", "key", "mask"))
+        known = None if mask is None else recognize_mask(mask, query, key)
         reason = find_reason_against_kernel(
             trace.mesh, is_mask_known=known is not None, **arguments
         )
         if reason is None:
             return _attend(trace, known, **arguments)
         _note_reason(reason)
+        _warn_of_scores(trace, query, key, reason)
         arguments["flash_attention"] = False
         if arguments.get("attn_logits_soft_cap") is None:
             return original(**arguments)
@@ -137,6 +138,25 @@ def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         return capped_attention(**arguments)
 
     return attention
+
+
+def _warn_of_scores(
+    trace: Trace, query: Array, key: Array, reason: str
+) -> None:
+    """Warns if XLA has to store more scores than fit into a device."""
+    chip = find_chip(trace.mesh.devices[0])
+    parts = trace.mesh.cores_per_replica
+    parts *= trace.mesh.num_replicas if trace.is_global else 1
+    scores = 4 * math.prod(query.shape[:3]) * key.shape[1] / parts
+    if query.ndim == 4 and chip is not None and scores > chip.memory_bytes:
+        warnings.warn(
+            f"Attention stores {scores / 1e9:.0f} GB of scores on each device "
+            f"({chip.memory_bytes / 1e9:.0f} GB of memory), because the kernel "
+            f"that stores none does not compute it: {reason}. Change this "
+            "(docs/tpu.md), or use fewer rows or shorter sequences.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def find_reason_against_kernel(
@@ -178,23 +198,6 @@ def find_reason_against_kernel(
     return next(splash.find_reasons(mesh.cores_per_replica, **arguments), None)
 
 
-def _wrap_layer_mask(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a layer's method that computes a mask, to record the mask's parts.
-
-    From the array, the kernel could not know which blocks it may skip.
-    """
-
-    @functools.wraps(original)
-    def compute_mask(layer: Any, *args: Any, **kwargs: Any) -> Array | None:
-        array = original(layer, *args, **kwargs)
-        if _find_trace() is not None and array is not None:
-            mask = describe_mask(layer, *args, **kwargs)
-            set_tensor_attr(array, _MASK, mask)
-        return array
-
-    return compute_mask
-
-
 def _wrap_layer_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a layer's method that computes attention with a given mask."""
     signature = inspect.signature(original)
@@ -204,10 +207,8 @@ def _wrap_layer_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         if _find_trace() is None:
             return original(layer, *args, **kwargs)
         arguments = signature.bind(layer, *args, **kwargs).arguments
-        mask = get_tensor_attr(arguments.get("attention_mask"), _MASK)
         _thread.has_called = False
-        with temporary_attribute(_thread, "layer_mask", mask):
-            result = original(layer, *args, **kwargs)
+        result = original(layer, *args, **kwargs)
         if not _thread.has_called:
             is_usual = arguments["query"].ndim == 4
             _note_reason(
@@ -220,7 +221,7 @@ def _wrap_layer_attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _attend(
     trace: Trace,
-    known: AttentionMask | None,
+    known: tuple[AttentionMask, Array | None] | None,
     query: Array,
     key: Array,
     value: Array,
@@ -233,12 +234,15 @@ def _attend(
     """Computes attention with the kernel, on each core its heads."""
     dtype = jnp.result_type(query, key, value)
     query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
-    if mask is None:
-        known = AttentionMask()
-    elif known is None:
-        known = splash.read_mask(mask, query, key)
+    wrong = None
+    if known is not None:
+        parts, wrong = known
+    elif mask is not None:
+        parts = read_mask(mask, query, key)
+    else:
+        parts = AttentionMask()
     if is_causal:
-        known = splash.make_causal(known, query, key)
+        parts = make_causal(parts, query, key)
     # Outside of the jitted function, which hides numbers from the analysis of
     # losses (`row_kinds`).
     query *= query.shape[-1] ** -0.5 if scale is None else scale
@@ -248,8 +252,11 @@ def _attend(
     # a replica's cores is called twice and differentiated.
     is_shared = trace.mesh.cores_per_replica == 1
     make_call = _make_call if is_shared else _make_call.__wrapped__
-    call = make_call(trace, known.left, known.right, cap)
-    return call(query.astype(dtype), key, value, *known.arrays)
+    call = make_call(trace, parts.left, parts.right, cap)
+    result = call(query.astype(dtype), key, value, *parts.arrays)
+    if wrong is not None:
+        result = jnp.where(wrong[:, None, None, None], jnp.nan, result)
+    return result
 
 
 @functools.lru_cache(maxsize=64)
@@ -271,62 +278,10 @@ def _make_call(
         )
 
     def call(*arrays: Array | None) -> jax.Array:
-        return map_attention(trace, attend, arrays, num_padding=2)
+        return map_attention(trace, attend, arrays, num_padding=NUM_BY_POSITION)
 
     call.__name__ = f"{BY_ROWS}_{left}_{right}_{soft_cap}"
     return jax.jit(call)
-
-
-def describe_mask(
-    layer: Any,
-    query: Array,
-    value: Array,
-    query_mask: Array | None = None,
-    value_mask: Array | None = None,
-    key_mask: Array | None = None,
-    attention_mask: Array | None = None,
-    use_causal_mask: bool = False,
-) -> AttentionMask | None:
-    """Returns the mask that a layer computes from these arguments.
-
-    The arguments are those of the layer's `_compute_attention_mask`.
-
-    Returns:
-      The mask. None if it includes an array of scores, or if the layer's class
-      computes the causal mask or the window in its own way.
-    """
-    padding = [m for m in (query_mask, value_mask, key_mask) if m is not None]
-    if attention_mask is not None or any(m.ndim != 2 for m in padding):
-        return None
-    if _has_own_masks(layer):
-        return None
-    window = getattr(layer, "sliding_window", None)
-    window = getattr(layer, "_sliding_window", window)
-    reach = None if window is None else window - 1
-    keys = [_spread(m, query) for m in (value_mask, key_mask) if m is not None]
-    return AttentionMask(
-        left=reach,
-        right=0 if use_causal_mask else reach,
-        queries=None if query_mask is None else _spread(query_mask, query),
-        keys=functools.reduce(jnp.logical_and, keys) if keys else None,
-    )
-
-
-def _has_own_masks(layer: Any) -> bool:
-    """Returns whether a layer overrides Keras's causal masks or windows."""
-    base = next(base for base in LAYERS if isinstance(layer, base))
-    names = ("_compute_causal_mask", "_compute_sliding_window_mask")
-    return any(
-        getattr(getattr(layer, name), "__func__", None)
-        is not getattr(base, name)
-        for name in names
-    )
-
-
-def _spread(mask: Array, query: Array) -> Array:
-    """Returns a padding mask with an entry for each row of the query."""
-    shape = (query.shape[0], mask.shape[1])
-    return jnp.broadcast_to(jnp.asarray(mask, bool), shape)
 
 
 def capped_attention(
@@ -392,7 +347,6 @@ def _find_patches() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     yield keras_names.NN, "dot_product_attention", _wrap_attention
     yield keras.ops, "dot_product_attention", _wrap_public
     for layer in LAYERS:
-        yield layer, "_compute_attention_mask", _wrap_layer_mask
         yield layer, "_compute_attention", _wrap_layer_attention
 
 

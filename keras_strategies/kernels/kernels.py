@@ -28,6 +28,7 @@ from keras_strategies.kernels.mapped_kernels import (
     current_trace,
     map_attention,
 )
+from keras_strategies.kernels.mask_arrays import recognize_mask
 from keras_strategies.passes.row_kinds.kernels import BY_ROWS
 from keras_strategies.spmd.mesh import ReplicaMesh
 
@@ -135,11 +136,14 @@ def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         mask: Array | None = None,
         **options: Any,
     ) -> Any:
-        attend = functools.partial(original, **options)
         trace = current_trace()
+        is_cudnn = options.get("implementation") == "cudnn"
+        if trace is not None and is_cudnn and mask is not None:
+            mask, options = _simplify_mask(query, key, mask, options)
+        attend = functools.partial(original, **options)
         is_mapped = trace is not None and (trace.model or trace.rows)
         is_usual = jnp.ndim(query) == 4 and set(options) <= _OPTIONS
-        if not is_mapped or options.get("implementation") != "cudnn":
+        if not is_mapped or not is_cudnn:
             return attend(query, key, value, bias, mask)
         if trace is None or not is_usual:
             return attend(query, key, value, bias, mask)
@@ -149,6 +153,23 @@ def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _OPTIONS = {"scale", "is_causal", "implementation"}
+
+
+def _simplify_mask(
+    query: Array, key: Array, mask: Array, options: dict[str, Any]
+) -> tuple[Array | None, dict[str, Any]]:
+    """Passes a causal mask to cuDNN by name, instead of as an array of scores.
+
+    cuDNN adds an array to the scores, and skips none of them.
+    """
+    known = recognize_mask(mask, query, key)
+    if known is None or query.shape[1] != key.shape[1]:
+        return mask, options
+    parts, wrong = known
+    is_plain = wrong is None and all(a is None for a in parts.arrays)
+    if is_plain and (parts.left, parts.right) == (None, 0):
+        return None, options | {"is_causal": True}
+    return mask, options
 
 
 def _map_attention(

@@ -1,8 +1,8 @@
 """Attention for TPUs by JAX's splash kernel."""
 
-import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,10 +11,20 @@ import numpy as np
 from jax.core import Tracer
 
 from keras_strategies._types import Array
+from keras_strategies.kernels.attention_mask import (
+    AttentionMask,
+    count_pairs,
+    find_queries_with_keys,
+    pad_mask,
+)
 from keras_strategies.passes.hlo import KERNELS
 
 LANES = 128
-"""Sequence lengths must be multiples of this number of a TPU's lanes."""
+"""Sequence lengths are padded to multiples of this number of a TPU's lanes."""
+
+_MAX_PADDING = 1.25
+"""The largest number of scores with padding, divided by that without, for which
+the kernel computes attention. Above, XLA's attention is faster."""
 
 _BLOCKS = (512, 256, LANES)
 DTYPES = ("bfloat16", "float32")
@@ -22,66 +32,6 @@ DTYPES = ("bfloat16", "float32")
 _TABLE_BYTES = 7 << 17
 """The part of a TPU core's 1 MiB of scalar memory that the tables of a mask
 array's blocks may fill."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class AttentionMask:
-    """The keys that each query attends to; without arguments, all keys.
-
-    The kernel skips blocks of scores that `left` and `right` exclude. Only
-    `scores` is read from memory for each pair of a query and a key.
-
-    Attributes:
-      left: The largest distance to an earlier key; None for no limit.
-      right: The largest distance to a later key: 0 in causal attention; None
-        for no limit.
-      queries: True for the queries that attend to any key, of shape (batch,
-        T); None for all.
-      keys: True for the keys that are attended to, of shape (batch, S); None
-        for all.
-      scores: True for the scores to use, of shape (batch or 1, heads or 1, T,
-        S); None for all.
-    """
-
-    left: int | None = None
-    right: int | None = None
-    queries: Array | None = None
-    keys: Array | None = None
-    scores: Array | None = None
-
-    @property
-    def arrays(self) -> tuple[Array | None, ...]:
-        """The arrays of the mask: `queries`, `keys` and `scores`."""
-        return self.queries, self.keys, self.scores
-
-    def with_arrays(self, arrays: Sequence[Array | None]) -> "AttentionMask":
-        """Returns a copy with other arrays, in the order of `arrays`."""
-        names = ("queries", "keys", "scores")
-        changes: dict[str, Any] = dict(zip(names, arrays, strict=True))
-        return dataclasses.replace(self, **changes)
-
-
-def read_mask(array: Array, query: Array, key: Array) -> AttentionMask:
-    """Returns the mask of an array of shape (batch or 1, heads or 1, T, S)."""
-    array = jnp.asarray(array, bool)
-    rows, queries, keys = len(query), query.shape[1], key.shape[1]
-    _, heads, length, others = array.shape
-    if heads == length == 1:
-        used = jnp.broadcast_to(array[:, 0, 0], (rows, keys))
-        return AttentionMask(keys=used)
-    if heads == others == 1:
-        used = jnp.broadcast_to(array[:, 0, :, 0], (rows, queries))
-        return AttentionMask(queries=used)
-    shape = (*array.shape[:2], queries, keys)
-    return AttentionMask(scores=jnp.broadcast_to(array, shape))
-
-
-def make_causal(mask: AttentionMask, query: Array, key: Array) -> AttentionMask:
-    """Returns a mask that also excludes the keys after each query."""
-    if mask.scores is None:
-        return dataclasses.replace(mask, right=0)
-    is_earlier = jnp.tril(jnp.ones((query.shape[1], key.shape[1]), bool))
-    return dataclasses.replace(mask, scores=mask.scores & is_earlier)
 
 
 def count_rows_at_once(heads: int, queries: int, keys: int) -> int:
@@ -124,10 +74,12 @@ def find_reasons(
             yield f"a {name} of shape {shape}"
     if isinstance(attn_logits_soft_cap, Tracer):
         yield "a cap of the scores that the step computes"
-    for length in (query.shape[1], key.shape[1]):
-        if length % LANES or not length:
-            yield f"a length of {length}, not a multiple of {LANES}"
-            return
+    lengths = query.shape[1], key.shape[1]
+    padded = map(_round_up, lengths)
+    if math.prod(padded) > _MAX_PADDING * math.prod(lengths) or 0 in lengths:
+        length = next(n for n in lengths if n % LANES or not n)
+        yield f"a length of {length}, not a multiple of {LANES}"
+        return
     if query.shape[2] % cores or key.shape[2] % cores:
         yield f"heads that {cores} cores cannot share evenly"
     elif mask is not None:
@@ -145,7 +97,7 @@ def _find_in_mask(
     ):
         yield f"a mask of shape {shape}"
     elif not (shape[1] == 1 and 1 in shape[2:]) and not count_rows_at_once(
-        heads // cores, length, key.shape[1]
+        heads // cores, _round_up(length), _round_up(key.shape[1])
     ):
         size = f"{heads // cores} x {length} x {key.shape[1]}"
         yield f"a mask array of {size}, too large for the kernel's tables"
@@ -166,8 +118,7 @@ def splash_attention(
     values.
 
     Args:
-      query: An array of shape (batch, T, heads, depth), already scaled. T is a
-        multiple of `LANES`, as is S.
+      query: An array of shape (batch, T, heads, depth), already scaled.
       key: An array of shape (batch, S, heads or a divisor of it, depth).
       value: An array of the key's shape, except for the depth.
       mask: The keys that each query attends to.
@@ -177,10 +128,14 @@ def splash_attention(
     Returns:
       An array of shape (batch, T, heads, depth of the value).
     """
-    queries, keys, heads = query.shape[1], key.shape[1], query.shape[2]
-    depth = value.shape[-1]
-    q, k, v = (jnp.swapaxes(_pad_depth(x), 1, 2) for x in (query, key, value))
-    pairs = _count_pairs(mask, queries, keys)
+    length, heads, depth = query.shape[1], query.shape[2], value.shape[-1]
+    mean = jnp.mean(value, axis=1, keepdims=True, dtype="float32")
+    mean = jnp.repeat(mean, heads // value.shape[2], axis=2)
+    mask = pad_mask(mask, query.shape[:2], key.shape[:2], LANES)
+    query, key, value = (_pad(_pad(x, 1), -1) for x in (query, key, value))
+    queries, keys = query.shape[1], key.shape[1]
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    pairs = count_pairs(mask, queries, keys)
     if mask.scores is None:
         with jax.ensure_compile_time_eval():
             kernel = _make_kernel(
@@ -191,35 +146,23 @@ def splash_attention(
             result = jax.vmap(kernel)(q, k, v, segments)
     else:
         result = _attend_by_scores(q, k, v, mask.scores, pairs, soft_cap)
-    result = jnp.swapaxes(result, 1, 2)[..., :depth]
-    has_keys = _find_queries_with_keys(mask, queries, keys)
+    result = jnp.swapaxes(result, 1, 2)[:, :length, :, :depth]
+    has_keys = find_queries_with_keys(mask, queries, keys)
     if has_keys is None:
         return result
-    mean = jnp.mean(value, axis=1, keepdims=True, dtype="float32")
-    mean = jnp.repeat(mean, heads // value.shape[2], axis=2)
-    return jnp.where(has_keys, result, mean.astype(result.dtype))
+    mean = mean.astype(result.dtype)
+    return jnp.where(has_keys[:, :length], result, mean)
 
 
-def _count_pairs(mask: AttentionMask, queries: int, keys: int) -> int:
-    """Returns the number of pairs of a query and a key within the limits."""
-    first, end = _find_ranges(mask, queries, keys)
-    return int((end - first).clip(0).sum())
+def _pad(x: Array, axis: int) -> jax.Array:
+    """Pads a dimension with zeros to a multiple of the lanes."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, _round_up(x.shape[axis]) - x.shape[axis])
+    return jnp.pad(x, widths)
 
 
-def _find_ranges(
-    mask: AttentionMask, queries: int, keys: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first key of each query, and the end of its keys."""
-    places = np.arange(queries)
-    first = 0 * places if mask.left is None else places - mask.left
-    end = 0 * places + keys if mask.right is None else places + mask.right + 1
-    return np.clip(first, 0, keys), np.clip(end, 0, keys)
-
-
-def _pad_depth(x: Array) -> jax.Array:
-    """Pads the last dimension with zeros to a multiple of the lanes."""
-    padding = -x.shape[-1] % LANES
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
+def _round_up(size: int) -> int:
+    return -(-size // LANES) * LANES
 
 
 @functools.lru_cache(maxsize=64)
@@ -259,8 +202,10 @@ def _attend_by_scores(
 ) -> jax.Array:
     """Computes attention with a mask that is only known to the running program.
 
-    The rows are computed in groups, one after the other, if the tables of the
-    mask's blocks do not fit into a core's memory for all rows at once.
+    The rows are computed in groups, one after the other, because the tables of
+    the mask's blocks may not fit into a core's memory for all rows at once. A
+    single group is a loop, too, so that traces with other numbers of rows have
+    the same operations.
 
     Args:
       query: An array of shape (batch, heads, T, depth).
@@ -274,8 +219,6 @@ def _attend_by_scores(
     masks = jnp.broadcast_to(scores, (rows, *scores.shape[1:]))
     attend = functools.partial(_attend_at_once, pairs=pairs, soft_cap=soft_cap)
     groups = -(-rows // count_rows_at_once(heads, length, key.shape[2]))
-    if groups == 1:
-        return attend(query, key, value, masks)
     size = -(-rows // groups)
     parts = [
         pad_rows(x, groups * size - rows).reshape(groups, size, *x.shape[1:])
@@ -334,39 +277,18 @@ def _join_dims(x: Array) -> jax.Array:
 
 def _make_segments(query: Array, key: Array, mask: AttentionMask) -> Any:
     """Returns segment ids that differ for excluded queries and keys."""
-    if mask.queries is None and mask.keys is None:
+    if all(array is None for array in mask.arrays):
         return None
-    queries, keys = (
-        jnp.ones(x.shape[:2], "int32")
-        if used is None
-        else jnp.where(used, 1, excluded).astype("int32")
-        for x, used, excluded in (
-            (query, mask.queries, 2),
-            (key, mask.keys, 0),
-        )
-    )
-    return _import_splash()[0].SegmentIds(queries, keys)
-
-
-def _find_queries_with_keys(
-    mask: AttentionMask, queries: int, keys: int
-) -> Array | None:
-    """Returns which queries attend to any key; None if all of them do.
-
-    Returns:
-      A boolean array that broadcasts to (batch, T, heads, 1).
-    """
-    if mask.scores is not None:
-        return jnp.swapaxes(mask.scores.any(-1, keepdims=True), 1, 2)
-    first, end = _find_ranges(mask, queries, keys)
-    has_keys = None if (end > first).all() else (end > first)[None]
-    if mask.keys is not None:
-        counts = jnp.cumsum(mask.keys, axis=1, dtype="int32")
-        counts = jnp.pad(counts, [(0, 0), (1, 0)])
-        has_keys = counts[:, end] > counts[:, first]
+    queries, keys = mask.query_segments, mask.key_segments
+    if queries is None or keys is None:
+        queries, keys = (jnp.ones(x.shape[:2], "int32") for x in (query, key))
+    # The ids of excluded queries and keys are those of no others.
+    largest = jnp.maximum(queries.max(1), keys.max(1))[:, None]
     if mask.queries is not None:
-        has_keys = mask.queries if has_keys is None else has_keys & mask.queries
-    return None if has_keys is None else has_keys[:, :, None, None]
+        queries = jnp.where(mask.queries, queries, largest + 1)
+    if mask.keys is not None:
+        keys = jnp.where(mask.keys, keys, largest + 2)
+    return _import_splash()[0].SegmentIds(queries, keys)
 
 
 def _make_block_sizes(queries: int, keys: int) -> Any:

@@ -13,13 +13,9 @@ import keras
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from keras.src.backend.common.tensor_attributes import (
-    get_tensor_attr,
-    set_tensor_attr,
-)
 
 from keras_strategies.keras_bridge.keras_names import NN as keras_nn
-from keras_strategies.kernels.attention import LAYERS, describe_mask
+from keras_strategies.kernels.attention import LAYERS
 
 LENGTH, DEPTH = 128, 128
 
@@ -51,13 +47,26 @@ def own(arrays, **given):
     return np.asarray(keras_nn.dot_product_attention(*arrays, **given))
 
 
-def test_traced_arrays_keep_attributes_by_identity():
+def test_traced_arrays_refer_to_their_equations():
+    """kernels/mask_values.py follows them."""
+    outer = []
+
+    def inner(x):
+        y = jax.numpy.multiply(x, outer[0])
+        equation = y.parent
+        assert equation.primitive.name == "mul"
+        assert list(equation.outvars) == [y.val]
+        one, two = equation.invars
+        assert one.full_lower() is x
+        # A value of the outer trace.
+        assert two.full_lower() is outer[0]
+        return y
+
     def call(x):
-        set_tensor_attr(x, "_ks_mark", 1)
-        assert get_tensor_attr(x, "_ks_mark") == 1
-        assert get_tensor_attr(x + 0, "_ks_mark") is None
-        assert get_tensor_attr(None, "_ks_mark") is None
-        return x
+        outer.append(x + 1)
+        assert x.parent is None
+        assert outer[0].parent.invars[1].full_lower() == 1
+        return jax.checkpoint(inner)(x)
 
     jax.jit(call)(1.0)
 
@@ -132,21 +141,9 @@ def test_an_lstm_asks_whether_a_gpu_is_there(monkeypatch):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_masks_of_layers_have_the_arguments_that_are_described(layer):
-    assert {"_compute_causal_mask", "_compute_sliding_window_mask"} <= set(
-        vars(layer)
-    )
-    made = inspect.signature(layer._compute_attention_mask)
-    described = inspect.signature(describe_mask)
-    assert list(made.parameters)[1:] == list(described.parameters)[1:]
+def test_layers_compute_attention_with_these_arguments(layer):
     used = list(inspect.signature(layer._compute_attention).parameters)
     assert used[1:5] == ["query", "key", "value", "attention_mask"]
-
-
-def test_layers_keep_their_windows():
-    one = keras.layers.MultiHeadAttention(2, 8, sliding_window=3)
-    two = keras.layers.GroupQueryAttention(8, 2, 2, sliding_window=3)
-    assert one._sliding_window == two.sliding_window == 3
 
 
 def test_layers_forget_that_they_are_to_use_no_kernel():

@@ -29,7 +29,11 @@ class Block(keras.layers.Layer):
         super().build(shape)
 
     def call(self, x):
-        return x + self.attention(x, x, **self.options)
+        options = self.options
+        if options.get("attention_mask") == "causal":
+            ones = keras.ops.ones((1, LENGTH, LENGTH), "bool")
+            options = {"attention_mask": keras.ops.tril(ones)}
+        return x + self.attention(x, x, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +66,8 @@ def decoder(
     strategy = strategy_of(**options)
     keras.config.set_dtype_policy(dtype)
     causal = {"use_causal_mask": True} if is_causal else {}
+    if is_causal == "array":
+        causal = {"attention_mask": "causal"}
     with strategy.scope(), ks.abstract():
         tokens = keras.Input((LENGTH,), dtype="int32")
         x = keras.layers.Embedding(9, WIDTH, mask_zero=has_padding)(tokens)
@@ -83,6 +89,8 @@ def decoder(
 
 CASES = {
     "train, sharded": ({"is_sharded": True}, 1, 1),
+    "causal array": ({"is_causal": "array"}, 1, 1),
+    "causal array, two cores": ({"is_causal": "array", "cores": 2}, 1, 1),
     "padding, A100": (
         {"has_padding": True, "dtype": "mixed_float16", "gpus": "a100:4"},
         *(1, 1),

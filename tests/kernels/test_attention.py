@@ -1,17 +1,14 @@
 """Attention in steps for TPUs, by the formula in NumPy."""
 
 import contextlib
-import gc
 import threading
 import types
-import weakref
 
 import jax
 import keras
 import numpy as np
 import pytest
 from keras.src.backend.common import global_state
-from keras.src.backend.common.tensor_attributes import get_tensor_attr
 
 import keras_strategies as ks
 from keras_strategies.keras_bridge.keras_names import NN as keras_nn
@@ -456,25 +453,6 @@ def test_masks_of_layers(layer, options):
         for k, v in options.items()
     }
     compare(lambda x: layer(x, x, **options), x)
-
-
-def test_masks_are_forgotten_after_a_trace():
-    layer = keras.layers.MultiHeadAttention(2, 8)
-    x, padding = drawn(BATCH, LENGTH, 16), jax.numpy.asarray(PADDING)
-    masks = []
-
-    def call(x, padding):
-        array = layer._compute_attention_mask(
-            x, x, value_mask=padding, use_causal_mask=True
-        )
-        masks.append(weakref.ref(get_tensor_attr(array, "_ks_attention_mask")))
-        assert masks[0]() is not None
-        return array
-
-    with attention_for(TPUS):
-        jax.jit(call)(x, padding)
-    gc.collect()
-    assert masks[0]() is None
 
 
 def test_equal_layers_are_traced_once(monkeypatch):

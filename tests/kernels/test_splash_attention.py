@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from keras_strategies.kernels import splash_attention
-from keras_strategies.kernels.splash_attention import AttentionMask
+from keras_strategies.kernels import attention_mask, splash_attention
+from keras_strategies.kernels.attention_mask import AttentionMask
 from tests.support.splash import interpreted  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -20,6 +20,7 @@ KEYS[0, :7] = KEYS[1] = False
 QUERIES = RNG.random((ROWS, LENGTH)) > 0.3
 SCORES = RNG.random((ROWS, 2, LENGTH, LENGTH)) > 0.5
 SCORES[0, :, :200] = False
+SEGMENTS = np.sort(RNG.integers(-3, 4, (ROWS, LENGTH)), axis=1).astype("int32")
 
 
 def by_formula(query, key, value, mask, scale, cap):
@@ -42,6 +43,9 @@ def by_formula(query, key, value, mask, scale, cap):
         used &= mask.queries[:, None, :, None]
     if mask.keys is not None:
         used &= mask.keys[:, None, None, :]
+    if mask.query_segments is not None:
+        queries, keys = mask.query_segments, mask.key_segments
+        used &= (queries[:, :, None] == keys[:, None])[:, None]
     if mask.scores is not None:
         used &= mask.scores
     scores = jnp.where(used, scores, 0.7 * jnp.finfo("float32").min)
@@ -58,6 +62,14 @@ CASES = {
     "causal, keys": {"keys": KEYS, "right": 0},
     "queries, keys": {"queries": QUERIES, "keys": KEYS, "left": 40, "right": 0},
     "queries": {"queries": QUERIES},
+    "segments": {"query_segments": SEGMENTS, "key_segments": SEGMENTS},
+    "segments, causal, keys, queries": {
+        "query_segments": SEGMENTS,
+        "key_segments": SEGMENTS[:, ::-1],
+        "keys": KEYS,
+        "queries": QUERIES,
+        "right": 0,
+    },
     "scores": {"scores": SCORES[:, :1]},
     "scores of all rows": {"scores": SCORES[:1, :1]},
     "scores by head": {"scores": SCORES},
@@ -73,7 +85,12 @@ CASES = {
 
 
 # Interpreted kernels are slow to compile.
-QUICK = ("queries, keys", "scores by head", "cap")
+QUICK = (
+    "queries, keys",
+    "segments, causal, keys, queries",
+    "scores by head",
+    "cap",
+)
 PARAMS = [
     pytest.param(case, id=name, marks=[] if name in QUICK else pytest.mark.slow)
     for name, case in CASES.items()
@@ -174,7 +191,7 @@ def check(case):
 
 
 def test_pairs_are_counted_within_the_limits():
-    count = splash_attention._count_pairs
+    count = attention_mask.count_pairs
     assert count(AttentionMask(), 4, 6) == 24
     assert count(AttentionMask(right=0), 4, 4) == 10
     assert count(AttentionMask(left=1, right=0), 4, 4) == 7

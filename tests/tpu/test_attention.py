@@ -3,6 +3,7 @@
 import jax
 import keras
 import pytest
+from keras import ops
 
 import keras_strategies as ks
 from keras_strategies.kernels import attention, splash_attention
@@ -148,6 +149,69 @@ def test_tables_of_mask_arrays_fit_into_scalar_memory(
     y = jax.ShapeDtypeStruct((256, length, 1), "float32")
     text = strategy.compile_step(model, (x, y), kind=kind).as_text()
     assert text.count(KERNEL) == count
+
+
+class DecoderAttention(keras.layers.Layer):
+    """Attention with a mask as decoders of keras-hub compute it."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.attention = keras.layers.MultiHeadAttention(heads, 64)
+
+    def build(self, shapes):
+        self.attention.build(shapes[0], shapes[0])
+        super().build(shapes)
+
+    def call(self, inputs):
+        x, padding = inputs
+        places = ops.arange(x.shape[1], dtype="float32")
+        causal = ops.expand_dims(ops.expand_dims(places, 1) >= places, 0)
+        causal = ops.broadcast_to(causal, (ops.shape(x)[0], *causal.shape[1:]))
+        padding = ops.cast(ops.expand_dims(padding, 1), "int32")
+        mask = ops.minimum(padding, causal)
+        return self.attention(x, x, attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "rows", "is_decoder"),
+    [
+        *((256, 4, rows, False) for rows in (8, 16, 24, 32)),
+        *((1024, 12, rows, True) for rows in (4, 8, 16)),
+    ],
+)
+def test_steps_with_mask_arrays_are_mapped(
+    recwarn, length, heads, rows, is_decoder
+):
+    strategy = ks.TPUStrategy.for_topology("v5e:2x2")
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    shape = (length,) if is_decoder else (length, length)
+    dtype = "int32" if is_decoder else "bool"
+    with strategy.scope(), ks.abstract():
+        inputs = [
+            keras.Input((length, 64 * heads)),
+            keras.Input(shape, dtype=dtype),
+        ]
+        if is_decoder:
+            x = DecoderAttention(heads)(inputs)
+        else:
+            layer = keras.layers.MultiHeadAttention(heads, 64)
+            x = layer(inputs[0], inputs[0], attention_mask=inputs[1])
+        model = keras.Model(inputs, keras.layers.Dense(4)(x))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss)
+    rows *= strategy.num_replicas_in_sync
+    x = [
+        jax.ShapeDtypeStruct((rows, length, 64 * heads), "float32"),
+        jax.ShapeDtypeStruct((rows, *shape), dtype),
+    ]
+    y = jax.ShapeDtypeStruct((rows, length), "int32")
+    options = {"exec_time_optimization_effort": -1.0}
+    program = strategy.compile_step(model, (x, y), compiler_options=options)
+    assert not [w for w in recwarn if "global batch" in str(w.message)]
+    assert program.as_text().count(KERNEL) == 3
+    # Of a mask that is known, no array is computed.
+    has_array = f",{length},{length}]" in program.as_text()
+    assert has_array == (not is_decoder)
 
 
 @pytest.mark.parametrize(

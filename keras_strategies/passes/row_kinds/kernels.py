@@ -40,6 +40,8 @@ def by_rows(call: Call) -> list[Kind]:
     no rows. If the first dimension of one has the size of the rows by chance,
     only another trace shows that.
     """
+    if len({len(e.outvars) for e in call.equations}) > 1:
+        return [call.make_mixed()] * len(call.equation.outvars)
     operands = list(zip(*(e.invars for e in call.equations), strict=True))
     results = zip(*(e.outvars for e in call.equations), strict=True)
     pairs = zip(operands, call.kinds, strict=True)
