@@ -96,7 +96,7 @@ MAX_LINES = 400
 LOGIC_LINES = {
     "": 119,
     "callbacks": 601,
-    "checkpoint": 2241,
+    "checkpoint": 2272,
     "cli": 2516,
     "cluster": 2644,
     "data": 3354,

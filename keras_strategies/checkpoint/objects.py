@@ -163,8 +163,11 @@ class Checkpoint:
         that has no variables yet is built first: for the model that is compiled
         with it, or otherwise for the only model among the objects.
 
-        Differs from tf: models must already be built. Values for variables
-        that are created later are not restored.
+        A model that is not built yet is restored when it is, with the
+        optimizers that are not: when it is called on a batch outside of steps.
+
+        Differs from tf: a model that `fit` or a step would build must be built
+        before, and so must one that has weights already, or no `call`.
 
         Args:
           save_path: A path that `save`, `write`, `latest_checkpoint` or a
@@ -186,7 +189,6 @@ class Checkpoint:
         current.check_outside("Checkpoint.restore")
         if dry_run.get() is not None:
             return CheckpointStatus(self, os.fspath(save_path), [])
-        weights.check_models(self._objects)
         processes = contents.find_processes(self.groups())
         with open_checkpoint(save_path, None, processes) as (storage, step):
             others = read_into(self, storage, step, is_part=True)
@@ -295,7 +297,14 @@ def read_into(
     document = storage.load_document(step)
     where = str(storage.path(step))
     saved = document["variables"]
-    weights.check_models(checkpoint.objects)
+    waiting = weights.find_waiting(checkpoint.objects)
+    if waiting:
+        late = Checkpoint(**waiting)
+        weights.restore_when_built(waiting, lambda: late.restore(where))
+        rest = {n: v for n, v in checkpoint.objects.items() if n not in waiting}
+        if not rest:
+            return list(waiting)
+        checkpoint, is_part = Checkpoint(**rest), True
     weights.build_optimizers(checkpoint.objects, saved)
     groups = checkpoint.groups()
     others = []

@@ -150,7 +150,9 @@ class Binding:
         if kwargs.get(_VALIDATES):
             # An overridden `evaluate` may use the data that it receives.
             kwargs |= self._validation
-        with scope_hooks.route_loops(self.model, self._route):
+        # It may be a patch that calls Keras's method, taken before the scope.
+        without = variable_creator.distribution_scope(None)
+        with scope_hooks.route_loops(self.model, self._route), without:
             return loop(*args, **kwargs)
 
     def _route(
@@ -346,10 +348,7 @@ class Binding:
         self._build("train", iterator=data, data_batch=data_batch)
 
     def _maybe_build_for_others(self, *args: Any, **kwargs: Any) -> None:
-        """Replaces `_maybe_symbolic_build`, which may use up the first epoch.
-
-        If some layer is never built, it reads a batch in order to build it.
-        """
+        """Replaces `_maybe_symbolic_build`, which may use up an epoch."""
         if not self._is_in_session:
             maybe_build = getattr(type(self.model), keras_names.MAYBE_BUILD)
             maybe_build(self.model, *args, **kwargs)

@@ -299,9 +299,8 @@ class Call:
 
     def set(self, **keywords: object) -> None:
         """Replaces arguments; ignores names that the method does not accept."""
-        self.keywords |= {
-            k: v for k, v in keywords.items() if k in self.keywords
-        }
+        known = keywords.keys() & self.keywords.keys()
+        self.keywords |= {name: keywords[name] for name in known}
 
     def set_feed(self, feed: object) -> None:
         """Replaces the data arguments by a feed.

@@ -27,7 +27,8 @@ def port_call(port: Port, call: ast.Call) -> None:
     is_ours = full.startswith((TF, "keras."))
     method = "" if is_ours else f".{getattr(call.func, 'attr', '')}"
     root = full.rpartition(".")[0]
-    for name in (full, f"{root}.*", method, dotted_name(call.func)):
+    words = (f"({dotted_name(arg)})" for arg in call.args[1:])
+    for name in (full, f"{root}.*", method, dotted_name(call.func), *words):
         rows = tables.TEMPLATES.get(name, ())
         if any(_fill_template(port, call, row) for row in rows):
             return
@@ -125,9 +126,8 @@ def _find_problem(
         form = tables.FORMS.get(word or "")
         if form and not re.fullmatch(form, code, re.DOTALL):
             return TEXTS[word]
-    if rule.function == "keras.ops.where" and len(args) == 1:
-        return TEXTS["where"]
-    return None
+    is_short = rule.function == "keras.ops.where" and len(args) == 1
+    return TEXTS["where"] if is_short else None
 
 
 def _fill_template(port: Port, call: ast.Call, row: list[str]) -> bool:

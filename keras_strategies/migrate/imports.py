@@ -18,8 +18,7 @@ from keras_strategies.migrate.uses import is_ported_import
 _FULL = {"ks": PACKAGE, "jax": "jax", "keras": "keras"}
 _KERAS = {"keras", "keras_hub", "keras_cv", "keras_nlp", "keras_tuner"}
 TENSORFLOW = {"tensorflow", "tensorflow_estimator"}
-_FIRST = _KERAS | TENSORFLOW | {PACKAGE}
-_FIRST |= {"tensorflow_datasets", "tensorflow_hub", "tensorflow_addons"}
+_FIRST = _KERAS | TENSORFLOW | tables.WORDS["first"]
 _FROM = re.compile(r"from\s+([\w.]+)\s+import\b")
 
 

@@ -11,13 +11,13 @@ import enum
 import itertools
 from collections.abc import Iterable
 
-from keras_strategies.migrate import tables
 from keras_strategies.migrate.scopes import (
     FUNCTIONS,
     Names,
     Scope,
     dotted_name,
 )
+from keras_strategies.migrate.tables import WORDS
 
 _RUN_METHODS = ("run", "experimental_run_v2", "call_for_each_replica")
 _TF_FUNCTIONS = ("tensorflow.function", "keras_strategies.function")
@@ -48,9 +48,8 @@ class File:
 
     def __init__(self, *, module: str, names: Names) -> None:
         self.module, self.names = module, names
-        kinds = Language.STEP, Language.DATA
-        self.found: dict[Language, set[Scope]] = {kind: set() for kind in kinds}
-        self.elsewhere: dict[Language, set[str]] = {k: set() for k in kinds}
+        self.found: dict[Language, set[Scope]] = {k: set() for k in Language}
+        self.elsewhere: dict[Language, set[str]] = {k: set() for k in Language}
         self.around: set[Scope] = set()
         self.symbolic: set[ast.AST] = set()
 
@@ -78,8 +77,7 @@ def follow(files: list[File]) -> None:
             by_name[name].append((f".{file.module}.{name}", file, scope))
     count = -1
     while count != (count := sum(file.count() for file in files)):
-        kinds = Language.STEP, Language.DATA
-        for file, kind in itertools.product(files, kinds):
+        for file, kind in itertools.product(files, Language):
             _reach(file, kind)
             for name in file.elsewhere[kind]:
                 name = f".{name.lstrip('.')}"
@@ -91,7 +89,7 @@ def follow(files: list[File]) -> None:
 def _find_roots(file: File, scope: Scope) -> None:
     node = scope.node
     if isinstance(node, ast.ClassDef) and _is_keras_class(file.names, scope):
-        names = tables.WORDS["step_methods"] & scope.functions.keys()
+        names = WORDS["step_methods"] & scope.functions.keys()
         file.found[Language.STEP] |= {scope.functions[name] for name in names}
     if isinstance(node, FUNCTIONS):
         if {"y_true", "y_pred"} <= {arg.arg for arg in node.args.args}:
@@ -114,7 +112,7 @@ def _is_keras_class(names: Names, scope: Scope, *inner: Scope) -> bool:
             if other not in (scope, *inner):
                 return _is_keras_class(names, other, scope, *inner)
         # Of another file of the project.
-        is_part = text.endswith(tuple(tables.WORDS["parts"]))
+        is_part = text.endswith(tuple(WORDS["parts"]))
         if is_part and root not in ("torch", "tensorflow"):
             return True
     return False
@@ -126,16 +124,12 @@ def _read_call(file: File, scope: Scope, call: ast.Call) -> None:
     method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     values = get_values(call)
     is_other = full.startswith(("jax.", "keras.", "tensorflow.", "functools."))
-    if (
-        full.startswith("tensorflow.data.")
-        or full in tables.WORDS["python_calls"]
-        or (method in tables.WORDS["data_methods"] and not is_other)
-    ):
+    is_data = method in WORDS["data_methods"] and not is_other
+    is_data |= full.startswith("tensorflow.data.")
+    if is_data or full in WORDS["python_calls"]:
         _add(file, Language.DATA, scope, values)
     owners = {*full.split("."), *dotted_name(call.func).split(".")[-2:-1]}
-    is_run = method in _RUN_METHODS and not (
-        owners & tables.WORDS["other_runners"]
-    )
+    is_run = method in _RUN_METHODS and not owners & WORDS["other_runners"]
     named = [word.value for word in call.keywords if word.arg == "fn"]
     if is_run and _add(file, Language.STEP, scope, named or call.args[:1]):
         for each in scope.enclosing():
@@ -143,11 +137,11 @@ def _read_call(file: File, scope: Scope, call: ast.Call) -> None:
                 name = file.names.full_name(getattr(node, "func", node))
                 file.around |= {each} if name in _TF_FUNCTIONS else set()
     for word in call.keywords:
-        if word.arg in tables.WORDS["step_arguments"]:
+        if word.arg in WORDS["step_arguments"]:
             _add(file, Language.STEP, scope, _elements(word.value))
         if word.arg == "input_fn":
             _add(file, Language.DATA, scope, [word.value])
-    if full in tables.WORDS["step_calls"]:
+    if full in WORDS["step_calls"]:
         _add(file, Language.STEP, scope, values)
     if method in ("merge_call", "add_loss"):
         _add(file, Language.STEP, scope, call.args[:1])
@@ -174,7 +168,7 @@ def _add(
             word = dotted_name(value.func).split(".")[-1]
             is_wrapper = word in ("partial", "function")
             value = value.args[0] if is_wrapper else value.func
-        functions = _find_functions(file.names, scope, value)
+        functions = find_functions(file.names, scope, value)
         origin = file.names.full_name(value)
         is_known = origin.startswith(_LIBRARIES)
         if not functions and origin and not is_known:
@@ -184,13 +178,11 @@ def _add(
     return is_function
 
 
-def _find_functions(names: Names, scope: Scope, node: ast.AST) -> list[Scope]:
+def find_functions(names: Names, scope: Scope, node: ast.AST) -> list[Scope]:
     """Returns the functions of this file that a name or a method is."""
     if isinstance(node, ast.Lambda):
         return [names.scopes[node]]
     root, _, rest = dotted_name(node).partition(".")
-    if not root:
-        return []
     if not rest:
         for each in scope.visible():
             if root in each.functions:
@@ -243,7 +235,7 @@ def _find_symbolic(file: File, scope: Scope) -> None:
 
     Their values come from `keras.Input`, in the scope that calls it.
     """
-    full_name, inputs = file.names.full_name, tables.WORDS["inputs"]
+    full_name, inputs = file.names.full_name, WORDS["inputs"]
     if not any(full_name(call.func) in inputs for call in scope.calls):
         return
     tensors: set[str] = set()

@@ -61,11 +61,9 @@ def port_sources(sources: dict[str, tuple[str, str]]) -> dict[str, Ported]:
         results[key] = Ported(code=text)
         if "tensorflow" in text or _DISTRIBUTION in text:
             try:
-                names = Names(Source(text))
+                files[key] = File(module=module, names=Names(Source(text)))
             except _UNREADABLE as error:
                 results[key] = Ported(code=text, error=_describe(error))
-            else:
-                files[key] = File(module=module, names=names)
     follow(list(files.values()))
     for key, file in files.items():
         if _concerns(file.names):

@@ -40,9 +40,9 @@ def _summarize(reports: Sequence[FileReport]) -> str:
     num_changed = sum(report.num_changed for report in reports)
     num_left = sum(len(report.left) for report in reports)
     lines = "line" if num_changed == 1 else "lines"
-    left = {0: "nothing is left", 1: "1 is left:"}
-    some = f"{num_left} are left:"
-    return f"{num_changed} {lines} changed; {left.get(num_left, some)}"
+    few = {0: "nothing is left", 1: "1 is left:"}
+    left = few.get(num_left, f"{num_left} are left:")
+    return f"{num_changed} {lines} changed; {left}"
 
 
 def print_diff(console: Console, report: FileReport) -> None:

@@ -1,10 +1,12 @@
 """Calls that need more than a table, by the kinds of names.toml."""
 
 import ast
+import builtins
 import json
 import re
+from typing import Any
 
-from keras_strategies.migrate.languages import Language
+from keras_strategies.migrate.languages import Language, find_functions
 from keras_strategies.migrate.port import Port
 from keras_strategies.migrate.scopes import dotted_name
 from keras_strategies.migrate.tables import ENDINGS, TEXTS, WORDS
@@ -67,9 +69,8 @@ def port_function(port: Port, call: ast.Call) -> None:
 
 def port_range(port: Port, call: ast.Call) -> None:
     """Writes a loop over `tf.range` as Python's."""
-    args = port.source.arguments(call)
-    is_plain = not any(arg.word for arg in args)
-    if is_plain and getattr(port.names.parents[call], "iter", None) is call:
+    is_loop = getattr(port.names.parents[call], "iter", None) is call
+    if is_loop and not call.keywords:
         port.replace(call.func, "range")
 
 
@@ -94,11 +95,26 @@ def port_print(port: Port, call: ast.Call) -> None:
         port.edit(call, span, [text, *values])
 
 
-def port_minimize(port: Port, call: ast.Call) -> None:
-    """Marks what is left of an optimizer's `minimize`."""
-    owner = dotted_name(getattr(call.func, "value", None)).lower()
-    if owner.endswith(tuple(WORDS["optimizers"])):
-        port.mark(call, TEXTS["minimize"])
+def port_left(port: Port, call: ast.Call) -> None:
+    """Marks a method that Keras 3 lacks: `minimize` of an optimizer."""
+    func: Any = call.func
+    owner = dotted_name(func.value).lower()
+    if func.attr != "minimize" or owner.endswith(tuple(WORDS["optimizers"])):
+        port.mark(call, TEXTS[func.attr])
+
+
+def port_training(port: Port, call: ast.Call) -> None:
+    """Passes `training` to a layer by keyword, as Keras 3 asks."""
+    last = port.source.arguments(call)[len(call.args) - 1]
+    functions = find_functions(port.names, port.scope(call), call.func)
+    name = getattr(call.func, "attr", dotted_name(call.func))
+    is_other = name == "call" or hasattr(builtins, name)
+    if functions or is_other or port.full_name(call.func):
+        return
+    if dotted_name(last.value) == "training":
+        port.edit(call, (last.start, last.start), ["training="])
+    else:
+        port.mark(call, TEXTS["training"])
 
 
 def port_path(port: Port, call: ast.Call) -> None:
@@ -109,22 +125,20 @@ def port_path(port: Port, call: ast.Call) -> None:
     is_model = any("model" in word or word == "self" for word in owners)
     is_keras = port.full_name(call.func).startswith("keras.")
     kind = "weights" if name.endswith("_weights") else "save"
-    if "save_weights_only" in words:
-        is_only = ast.unparse(words["save_weights_only"]) == "True"
-        kind = "checkpoint" if is_only else kind
+    if ast.unparse(words.get("save_weights_only", call)) == "True":
+        kind = "checkpoint"
     if kind == "save" and not is_model and not is_keras:
         return
-    known = ENDINGS[kind]
     places = [arg.value for arg in args if not arg.word]
     value = words.get("filepath") or [*places, call, call][name == "save_model"]
     value = _find_end(port, value)
     code = port.source.code(value)
     match = re.fullmatch(r"""([bfru]*['"]+)(.*?)(['"]+)""", code, re.S)
-    if match is None or match[2].endswith(tuple(known)):
+    if match is None or match[2].endswith(tuple(ENDINGS[kind])):
         return
     body = re.sub(r"(\.h5|\.hdf5|\.ckpt|\.tf|/+)$", "", match[2])
     span = port.source.span(value)
-    port.edit(value, span, [match[1] + body + known[0] + match[3]])
+    port.edit(value, span, [match[1] + body + ENDINGS[kind][0] + match[3]])
 
 
 def _find_end(port: Port, value: ast.expr) -> ast.expr:

@@ -6,21 +6,22 @@ from keras_strategies.migrate import tables
 from keras_strategies.migrate.languages import Language
 from keras_strategies.migrate.port import Port
 from keras_strategies.migrate.scopes import dotted_name, normalize
-from keras_strategies.migrate.tables import BACKEND, TF, find_replacement
+from keras_strategies.migrate.tables import BACKEND, TF, WORDS, find_replacement
 
 _SHORT_DTYPES = {"int64": "int32", "float64": "float32"}
 _TAPE = "tensorflow.GradientTape"
-_KEPT = tables.WORDS["kept"] | {""}
-_IN_DATASETS = tuple(map(TF.__add__, tables.WORDS["datasets"]))
+_KEPT = WORDS["kept"] | {""}
+_IN_DATASETS = tuple(map(TF.__add__, WORDS["datasets"]))
 _TF_ROOTS = ("tensorflow", "tensorflow.compat.v1", "tensorflow.compat.v2")
 
 
 def port_use(port: Port, node: ast.expr) -> None:
     """Ports a chain of names."""
     _port_learning_rate(port, node)
+    _mark_values(port, node)
     full = port.full_name(node)
     root = full.split(".")[0]
-    if root not in ("tensorflow", "keras") or node in port.claimed:
+    if root not in WORDS["roots"] or node in port.claimed:
         return
     is_step = port.is_step(node)
     if is_step and _port_value(port, node, full):
@@ -30,11 +31,10 @@ def port_use(port: Port, node: ast.expr) -> None:
         _port_other(port, node, full)
         return
     prefix, text, is_mark = found
+    is_kept = port.language(node) is Language.DATA and prefix in _IN_DATASETS
     if is_mark:
         port.mark(node, f"`{tables.short(prefix)}` {text}")
-    elif port.language(node) is Language.DATA and prefix in _IN_DATASETS:
-        return
-    elif not is_ported_import(normalize(_origin(port, node))):
+    elif not is_kept and not is_ported_import(normalize(_origin(port, node))):
         if prefix == _TAPE and not port.language(node):
             port.mark(port.names.parents[node], tables.TEXTS["tape"])
         _replace_prefix(port, node, full[len(prefix) :].count("."), text)
@@ -67,18 +67,25 @@ def _port_learning_rate(port: Port, node: ast.AST) -> None:
     """Writes `optimizer.lr` in full."""
     while isinstance(node, ast.Attribute):
         owner = dotted_name(node.value).rpartition(".")[2].lower()
-        if node.attr == "lr" and owner.endswith(
-            tuple(tables.WORDS["optimizers"])
-        ):
+        if node.attr == "lr" and owner.endswith(tuple(WORDS["optimizers"])):
             end = port.source.span(node)[1]
             port.edit(node, (end - 2, end), ["learning_rate"])
         node = node.value
 
 
+def _mark_values(port: Port, node: ast.expr) -> None:
+    """Marks `.values` of distributed values in functions given to `run`."""
+    text, parent = dotted_name(node), port.names.parents[node]
+    is_value = text.endswith(".values") and not text.startswith("self.")
+    is_value &= getattr(parent, "func", None) is not node
+    if is_value and port.file.get_language(port.scope(node)) is Language.STEP:
+        port.mark(node, tables.TEXTS["values"])
+
+
 def _port_value(port: Port, node: ast.expr, full: str) -> bool:
     """Ports a dtype."""
     name = full.removeprefix(TF).removeprefix("dtypes.")
-    if not full.startswith(TF) or name not in tables.WORDS["dtypes"]:
+    if not full.startswith(TF) or name not in WORDS["dtypes"]:
         return False
     around = port.names.ancestors(node)
     calls = (port.full_name(getattr(each, "func", None)) for each in around)
@@ -93,13 +100,10 @@ def _port_other(port: Port, node: ast.expr, full: str) -> None:
     rule = tables.find_operation(full)
     if language is Language.DATA and not full.startswith("keras."):
         return
-    is_step = language is Language.STEP
-    is_operation = is_step or full.startswith(BACKEND)
-    if is_operation and rule is not None and len(rule.new) == 1:
+    is_step, is_backend = language is Language.STEP, full.startswith(BACKEND)
+    if (is_step or is_backend) and rule is not None and len(rule.new) == 1:
         port.replace(node, rule.function)
-    elif full.startswith(BACKEND) and (
-        full.split(".")[2] not in tables.WORDS["backend"]
-    ):
+    elif is_backend and full.split(".")[2] not in WORDS["backend"]:
         port.mark(node, f"`{full}` is not in Keras 3: use `keras.ops`")
     elif full.startswith("keras"):
         if _origin(port, node) in _TF_ROOTS:

@@ -7,9 +7,10 @@ rest of the program reads what they return. In the path of an outer tape there
 may be a gradient of an inner one: it is a function of the sources, too.
 """
 
+import functools
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -47,11 +48,7 @@ def expand_tapes(traced: ClosedJaxpr) -> ClosedJaxpr:
         map(_is_of_tape, stages.all_equations(traced))
     ):
         return traced
-    expansion = _Expansion(traced.jaxpr)
-
-    def compute(*inputs: Array) -> list[Any]:
-        return expansion.compute(traced.consts, inputs)
-
+    compute = functools.partial(_Expansion(traced.jaxpr).compute, traced.consts)
     return jax.make_jaxpr(compute)(*map(stages.get_shape, traced.in_avals))
 
 
@@ -62,8 +59,8 @@ def may_have_tapes() -> bool:
 
 def find_path(
     equations: Sequence[Any],
-    sources: Sequence[Any],
-    targets: Sequence[Any],
+    sources: Iterable[Any],
+    targets: Iterable[Any],
     mark: str,
 ) -> tuple[list[Any], set[Any]]:
     """Finds how targets depend on sources.
@@ -108,7 +105,8 @@ def _find_results(equation: Equation, reached: set[Any]) -> list[Any]:
             within.update(_find_results(each, within))
         pairs = zip(results, inner.outvars, strict=True)
         results = [v for v, result in pairs if _is_in(result, within)]
-    return [v for v in results if is_inexact(v.aval) and not _is_dropped(v)]
+    kept = [v for v in results if not isinstance(v, DropVar)]
+    return [v for v in kept if is_inexact(v.aval)]
 
 
 class _Values:
@@ -160,14 +158,11 @@ class _Expansion:
         for k, equation in enumerate(self._equations):
             if equation.primitive is gradient_p:
                 targets, _, sources = split_operands(equation)
-                self._paths[id(equation)], _ = find_path(
-                    self._equations[:k],
-                    sources,
-                    targets,
-                    equation.params["mark"],
-                )
+                before, mark = self._equations[:k], equation.params["mark"]
+                path, _ = find_path(before, sources, targets, mark)
+                self._paths[id(equation)] = path
 
-    def compute(self, consts: Sequence[Any], inputs: Sequence[Any]) -> Any:
+    def compute(self, consts: Sequence[Any], *inputs: Array) -> list[Any]:
         """Returns the program's outputs."""
         known = dict(zip(self._jaxpr.constvars, consts, strict=True))
         known |= zip(self._jaxpr.invars, inputs, strict=True)
@@ -200,8 +195,7 @@ class _Expansion:
         """Returns the results of equations, and their values."""
         if equations[0].primitive is read_p:
             return equations[0].outvars, [values[equations[0].invars[0]]]
-        results = [v for e in equations for v in e.outvars]
-        results = [v for v in results if not _is_dropped(v)]
+        results = _find_outputs(equations)
         return results, stages.compute_equations(
             self._jaxpr, equations, results, values.known.__getitem__
         )
@@ -221,21 +215,14 @@ class _Expansion:
         """
         targets, seeds, sources = split_operands(gradient)
         path = self._paths[id(gradient)]
-        computed = [v for e in path for v in e.outvars if not _is_dropped(v)]
+        computed = _find_outputs(path)
         on_path, done = set(computed), {id(gradient), *map(id, path)}
         read = [v for e in self._with_inner_paths(path) for v in e.invars]
         read += [*targets, *seeds, *sources]
-        missing = {
-            v
-            for v in stages.variables(read)
-            if v not in on_path and v not in values.known
-        }
-        if missing:
-            before = stages.needed_equations(
-                equations, missing, lambda _: False
-            )
-            self._run(before, values)
-            done |= set(map(id, before))
+        missing = {*stages.variables(read)} - on_path - values.known.keys()
+        before = stages.needed_equations(equations, missing, lambda _: False)
+        self._run(before, values)
+        done |= set(map(id, before))
         source_variables = dict.fromkeys(stages.variables(sources))
         free = [v for v in source_variables if v not in on_path]
         others = [v for v in source_variables if v in on_path]
@@ -250,12 +237,10 @@ class _Expansion:
             results = [inner[v] for v in targets]
             return results, [inner.known[v] for v in computed]
 
-        shapes = [stages.get_shape(v.aval) for v in others]
+        avals: list[Any] = [v.aval for v in others]
+        zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
         _, pull_back, arrays = jax.vjp(
-            forward,
-            [values[v] for v in free],
-            [jnp.zeros(s.shape, s.dtype) for s in shapes],
-            has_aux=True,
+            forward, [values[v] for v in free], zeros, has_aux=True
         )
         # They have the tangents of outer gradients already.
         values.known.update(zip(computed, arrays, strict=True))
@@ -293,13 +278,14 @@ def _expand_inner(equation: Equation) -> Equation:
     return equation.replace(params=params)
 
 
+def _find_outputs(equations: Sequence[Any]) -> list[Any]:
+    outputs = [v for equation in equations for v in equation.outvars]
+    return [v for v in outputs if not isinstance(v, DropVar)]
+
+
 def _is_of_tape(equation: Equation) -> bool:
     return equation.primitive in (read_p, gradient_p)
 
 
 def _is_in(variable: Any, variables: set[Any]) -> bool:
     return not isinstance(variable, Literal) and variable in variables
-
-
-def _is_dropped(variable: Any) -> bool:
-    return isinstance(variable, DropVar)

@@ -19,9 +19,18 @@ import keras
 from jax.core import Tracer
 
 from keras_strategies._types import Tree
-from keras_strategies.spmd.identity import IdentityMap, IdentitySet
+from keras_strategies.spmd.identity import (
+    IdentityMap,
+    IdentitySet,
+    temporary_attribute,
+)
 from keras_strategies.tape import primitives
 from keras_strategies.tape.expansion import find_path
+from keras_strategies.tape.primitives import (
+    find_variable,
+    gradient_p,
+    recording,
+)
 
 _numbers = itertools.count()
 
@@ -61,7 +70,7 @@ class GradientTape:
         self._persistent = persistent
         self._watches_reads = watch_accessed_variables
         self._is_used = False
-        self._scopes: contextlib.ExitStack | None = None
+        self._scopes: Any = None
         self.trace: Any = None
         self._begin()
 
@@ -76,20 +85,18 @@ class GradientTape:
         if self._scopes is not None:
             raise ValueError(
                 "Tape is still recording: an active tape must not be entered "
-                "again. Create "
-                "another `GradientTape`."
+                "again. Create another `GradientTape`."
             )
         self.trace = primitives.find_trace()
         self._scopes = contextlib.ExitStack()
         self._scopes.enter_context(primitives.patches.hold())
-        self._scopes.enter_context(jax.named_scope(self._mark + primitives.ON))
-        primitives.recording.tapes.append(self)
-        self._scopes.callback(primitives.recording.tapes.remove, self)
+        self._enter_scope()
+        recording.tapes.append(self)
+        self._scopes.callback(recording.tapes.remove, self)
         return self
 
     def __exit__(self, *_: object) -> None:
         scopes, self._scopes = self._scopes, None
-        assert scopes is not None
         with scopes:
             self._check_is_innermost()
 
@@ -101,26 +108,34 @@ class GradientTape:
           ValueError: if the tape does not record.
         """
         self._check_records("stop_recording")
-        place = primitives.recording.tapes.index(self)
-        del primitives.recording.tapes[place]
-        try:
-            with jax.named_scope(self._mark + primitives.OFF):
-                yield
-        finally:
-            primitives.recording.tapes.insert(place, self)
+        others = [tape for tape in recording.tapes if tape is not self]
+        with (
+            temporary_attribute(recording, "tapes", others),
+            jax.named_scope(self._mark + primitives.OFF),
+        ):
+            yield
 
     def reset(self) -> None:
         """Forgets all that was recorded, and goes on to record.
 
         Raises:
-          ValueError: if the tape does not record, or a tape that was entered
-            after it does.
+          ValueError: if the tape does not record, a tape that was entered
+            after it does, or a named scope was entered after it.
         """
         self._check_records("reset")
         self._check_is_innermost()
+        if self._names != primitives.find_names():
+            raise ValueError(
+                "`reset` must not be called in a named scope that was entered "
+                "after the tape (`jax.named_scope`, `keras.name_scope`, a "
+                "layer). Call it directly in the tape's block."
+            )
         self._begin()
-        assert self._scopes is not None
+        self._enter_scope()
+
+    def _enter_scope(self) -> None:
         self._scopes.enter_context(jax.named_scope(self._mark + primitives.ON))
+        self._names = primitives.find_names()
 
     def watch(self, tensor: Tree) -> None:
         """Watches arrays and variables, so that they may be sources.
@@ -134,19 +149,18 @@ class GradientTape:
         """
         self._check_records("watch")
         for leaf in _flatten(tensor):
-            if isinstance(leaf, keras.Variable):
+            if _is_variable(leaf):
                 self._chosen.add(leaf)
-                continue
-            if self.trace is None:
+            elif self.trace is None:
                 primitives.refuse_untraced()
-            if not isinstance(leaf, Tracer):
+            elif not isinstance(leaf, Tracer):
                 raise ValueError(
                     "A tape can only watch variables, and arrays that are "
                     "computed in the code that JAX traces. Received: an object "
                     f"of type {type(leaf).__name__}. Convert it within the "
                     "code: `keras.ops.convert_to_tensor`."
                 )
-            if primitives.is_inexact(leaf):
+            elif primitives.is_inexact(leaf):
                 self._watched.append(leaf)
 
     def watched_variables(self) -> tuple[keras.Variable, ...]:
@@ -191,29 +205,28 @@ class GradientTape:
                 "`unconnected_gradients` must be 'none' or 'zero'. Received: "
                 f"{unconnected_gradients!r}. Pass one of these."
             )
+        trace = primitives.find_trace()
+        if trace is None or trace is not self.trace:
+            primitives.refuse_untraced()
         self._is_used = True
         leaves, structure = jax.tree.flatten(sources, is_leaf=_is_variable)
-        targets = [
-            leaf.value if _is_variable(leaf) else leaf
-            for leaf in _flatten(target)
-        ]
-        seeds = _match_seeds(output_gradients, targets)
-        found = self._differentiate(leaves, targets, seeds)
-        if kind == "zero":
-            found = [
-                jnp.zeros(leaf.shape, leaf.dtype)
-                if gradient is None
-                else gradient
-                for gradient, leaf in zip(found, leaves, strict=True)
+        # As in TensorFlow, the tape records how it reads a target.
+        with contextlib.nullcontext() if self._scopes else self:
+            targets = [
+                leaf.value if _is_variable(leaf) else leaf
+                for leaf in _flatten(target)
             ]
+        found = self._differentiate(leaves, *_pair(targets, output_gradients))
+        for k, leaf in enumerate(leaves):
+            if found[k] is None and kind == "zero":
+                found[k] = jnp.zeros(leaf.shape, leaf.dtype)
         return jax.tree.unflatten(structure, found)
 
     def jacobian(self, *_: Any, **__: Any) -> Any:
         """Raises NotImplementedError: use `jax.jacobian`."""
         raise NotImplementedError(
             "`jacobian` and `batch_jacobian` are not supported. Use "
-            "`jax.jacobian` of a function "
-            "of the arrays."
+            "`jax.jacobian` of a function of the arrays."
         )
 
     batch_jacobian = jacobian
@@ -221,12 +234,12 @@ class GradientTape:
     def _check_records(self, name: str) -> None:
         if self._scopes is None:
             raise ValueError(
-                f"`{name}` must be called while the tape records. Call it "
-                f"inside of the tape's `with` block."
+                f"`{name}` must be called while the tape records. Call it in "
+                "the tape's `with` block."
             )
 
     def _check_is_innermost(self) -> None:
-        if primitives.recording.tapes[-1:] != [self]:
+        if recording.tapes[-1:] != [self]:
             raise ValueError(
                 "Tapes must be left in the reverse of the order in which they "
                 "were entered, and only the innermost can be reset. Use nested "
@@ -240,44 +253,22 @@ class GradientTape:
         seeds: Sequence[Any],
     ) -> list[Any]:
         """Returns the gradient for each source, or None."""
-        pairs = [
-            pair
-            for pair in zip(targets, seeds, strict=True)
-            if primitives.is_inexact(pair[0])
-        ]
-        trace = primitives.find_trace()
-        if trace is None or trace is not self.trace:
-            primitives.refuse_untraced()
-        arrays = [
-            (self._reads.get(leaf) or []) if _is_variable(leaf) else [leaf]
-            for leaf in sources
-        ]
-        roots = [*self._watched]
-        roots += [read for v in self._reads for read in self._reads[v]]
-        _, found = find_path(
-            self.trace.frame.get_eqns(),
-            primitives.find_variables(roots),
-            primitives.find_variables([target for target, _ in pairs]),
-            self._mark,
-        )
+        reads = [read for v in self._reads for read in self._reads[v]]
+        starts = map(find_variable, [*self._watched, *reads])
+        ends = map(find_variable, targets)
+        equations = self.trace.frame.get_eqns()
+        _, found = find_path(equations, starts, ends, self._mark)
+        found.discard(None)
         connected = [
-            [
-                a
-                for a in each
-                if not found.isdisjoint(primitives.find_variables([a]))
-            ]
-            for each in arrays
+            [a for a in self._reads.get(v) or [v] if find_variable(a) in found]
+            for v in sources
         ]
         flat = list(itertools.chain(*connected))
         if not flat:
             return [None] * len(sources)
+        operands, count = [*targets, *seeds, *flat], len(targets)
         gradients = iter(
-            primitives.differentiate(
-                [target for target, _ in pairs],
-                [seed for _, seed in pairs],
-                flat,
-                self._mark,
-            )
+            gradient_p.bind(*operands, num_targets=count, mark=self._mark)
         )
         # Gradients of complex sources are conjugates of JAX's.
         parts = [[next(gradients) for _ in each] for each in connected]
@@ -294,9 +285,7 @@ class GradientTape:
 
     def note_read(self, variable: keras.Variable, value: Any) -> None:
         """Notes what the read of a variable returned."""
-        if variable not in self._reads:
-            self._reads[variable] = []
-        self._reads[variable].append(value)
+        self._reads[variable] = [*(self._reads.get(variable) or ()), value]
 
 
 def _is_variable(value: object) -> bool:
@@ -307,8 +296,8 @@ def _flatten(nest: Tree) -> list[Any]:
     return jax.tree.leaves(nest, is_leaf=_is_variable)
 
 
-def _match_seeds(seeds: Tree, targets: Sequence[Any]) -> list[Any]:
-    """Returns the gradient with respect to each target."""
+def _pair(targets: Sequence[Any], seeds: Tree) -> tuple[list[Any], list[Any]]:
+    """Returns the targets that have derivatives, and the seed of each."""
     leaves = [None] * len(targets)
     if seeds is not None:
         leaves = jax.tree.leaves(seeds, is_leaf=lambda x: x is None)
@@ -318,8 +307,9 @@ def _match_seeds(seeds: Tree, targets: Sequence[Any]) -> list[Any]:
             f"{len(leaves)} entries for {len(targets)} targets. Pass one for "
             "each target."
         )
-    values = [1 if seed is None else seed for seed in leaves]
-    return [
-        jnp.conj(jnp.full(jnp.shape(x), value, jnp.result_type(x)))
-        for value, x in zip(values, targets, strict=True)
+    pairs = zip(targets, leaves, strict=True)
+    pairs = [(x, seed) for x, seed in pairs if primitives.is_inexact(x)]
+    return [x for x, _ in pairs], [
+        jnp.conj(jnp.full(x.shape, 1 if seed is None else seed, x.dtype))
+        for x, seed in pairs
     ]

@@ -5,18 +5,19 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
-from jax._src import core
+from jax._src import core, source_info_util
 from jax.extend.core import Primitive, Var
 from jax.interpreters import ad, batching, mlir
 
 from keras_strategies._types import Array, Equation
 from keras_strategies.keras_bridge.patches import Patch, Patches
+from keras_strategies.spmd.identity import temporary_attribute
 
 ON, OFF = "on", "off"
 """The ends of the names of the scopes in which a tape records, or does not."""
@@ -24,8 +25,7 @@ ON, OFF = "on", "off"
 _NESTED = (
     "`GradientTape.gradient` must not be called in a function that JAX "
     "differentiates or maps (`jax.grad`, `jax.vmap`, `jax.linearize`). "
-    "Use a nested tape, or "
-    "`ks.value_and_grad`."
+    "Use a nested tape, or `ks.value_and_grad`."
 )
 _UNTRACED = (
     "`GradientTape` must be used in a step of `fit`, `evaluate` or `predict` "
@@ -37,28 +37,13 @@ read_p = Primitive("ks_tape_read")
 """The identity; its result is what one read of a variable returned."""
 
 gradient_p = Primitive("ks_tape_gradient")
-"""Gradients of targets. The operands are the targets, the gradients with
-respect to the targets, and the sources."""
+"""Gradients of the sum of targets, one for each source.
+
+The operands are the targets, the gradients with respect to the targets, and the
+sources. The parameters are the number of targets, and the tape's mark; see
+`is_recorded`.
+"""
 gradient_p.multiple_results = True
-
-
-def differentiate(
-    targets: Sequence[Array],
-    seeds: Sequence[Array],
-    sources: Sequence[Array],
-    mark: str,
-) -> list[Any]:
-    """Returns the gradients of the sum of targets, one for each source.
-
-    Args:
-      targets: The targets.
-      seeds: The gradients with respect to the targets.
-      sources: The sources.
-      mark: The mark of the tape; see `is_recorded`.
-    """
-    return gradient_p.bind(
-        *targets, *seeds, *sources, num_targets=len(targets), mark=mark
-    )
 
 
 def split_operands(
@@ -83,8 +68,7 @@ def is_recorded(equation: Equation, mark: str) -> bool:
 
 
 def _infer_gradients(*operands: Any, num_targets: int, mark: str) -> list[Any]:
-    sources = operands[2 * num_targets :]
-    return [source.update(weak_type=False) for source in sources]
+    return [x.update(weak_type=False) for x in operands[2 * num_targets :]]
 
 
 def _refuse_nested(*_: Any, **__: Any) -> Any:
@@ -139,10 +123,15 @@ def find_trace() -> Any:
     return trace if hasattr(trace, "frame") else None
 
 
-def find_variables(arrays: Sequence[Any]) -> list[Any]:
-    """Returns the variables of tracers in the jaxpr of their trace."""
-    found = (getattr(array, "val", None) for array in arrays)
-    return [v for v in found if isinstance(v, Var)]
+def find_names() -> str:
+    """Returns the names of the scopes in which equations are computed now."""
+    return str(source_info_util.current_name_stack())
+
+
+def find_variable(array: Any) -> Var | None:
+    """Returns the variable of a tracer in the jaxpr of its trace, or None."""
+    found = getattr(array, "val", None)
+    return found if isinstance(found, Var) else None
 
 
 def is_inexact(value: Any) -> bool:
@@ -158,11 +147,8 @@ def _note_read(original: Callable[..., Any]) -> Callable[..., Any]:
         if recording.is_reading or not recording.tapes:
             return original(scope, variable)
         # A scope may read the value from an outer one.
-        recording.is_reading = True
-        try:
+        with temporary_attribute(recording, "is_reading", True):
             value = original(scope, variable)
-        finally:
-            recording.is_reading = False
         return _read(variable, value) if is_inexact(value) else value
 
     return get_current_value

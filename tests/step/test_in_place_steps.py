@@ -169,6 +169,25 @@ def test_a_tape_in_an_eager_step_is_refused():
         train(2, run_eagerly=True)
 
 
+class EvaluatesWithTape(InPlace):
+    def test_step(self, data):
+        with ks.GradientTape() as tape:
+            tape.watch(data[0])
+        return {}
+
+
+@pytest.mark.parametrize("run_eagerly", [True, False])
+def test_a_tape_in_an_eager_evaluation_is_refused(run_eagerly):
+    with ks.MirroredStrategy(devices=jax.devices()[:2]).scope():
+        model = EvaluatesWithTape("mean")
+        model.compile("sgd", "mse", run_eagerly=run_eagerly)
+    if not run_eagerly:
+        model.evaluate(X, Y, batch_size=8, verbose=0)
+        return
+    with pytest.raises(RuntimeError, match="value_and_grad"):
+        model.evaluate(X, Y, batch_size=8, verbose=0)
+
+
 class WithOtherVariable(InPlace):
     def __init__(self, kind):
         super().__init__(kind)
@@ -203,9 +222,17 @@ class OfNeitherForm(InPlace):
         return {}
 
 
-def test_a_step_of_neither_form_is_refused():
-    with pytest.raises(TypeError, match="must accept"):
-        train(2, cls=OfNeitherForm)
+class WithKeyword(InPlace):
+    def train_step(self, data, *, rate):
+        return {}
+
+
+@pytest.mark.parametrize("cls", [OfNeitherForm, WithKeyword])
+def test_a_step_of_neither_form_is_refused(cls):
+    with pytest.raises(
+        TypeError, match=r"must accept .*train_step\((data, \*, rate)?\)"
+    ):
+        train(2, cls=cls)
 
 
 class CallsKeras(keras.Model):

@@ -235,6 +235,41 @@ def test_what_others_have_patched_may_go_while_a_scope_is_open():
     assert "fit" not in vars(keras.Model)
 
 
+@pytest.mark.parametrize("is_loaded", [True, False])
+@pytest.mark.parametrize(
+    "strategy", [ks.OneDeviceStrategy("cpu:0"), mirrored(3)]
+)
+def test_what_others_have_patched_before_trains_in_a_scope(
+    strategy, is_loaded, tmp_path
+):
+    with mirrored(2).scope():
+        saved = compile_(sequential())
+    fit(saved)
+    saved.save(tmp_path / "model.keras")
+
+    def train():
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            if is_loaded:
+                model = keras.models.load_model(tmp_path / "model.keras")
+            else:
+                model = compile_(keras.models.clone_model(saved))
+                model.set_weights(saved.get_weights())
+            for _ in range(2):
+                model.fit(X, Y, batch_size=4, epochs=2, verbose=0)
+                model.evaluate(X, Y, verbose=0)
+        return model.get_weights()
+
+    expected = train()
+    keras.Model.fit = _patched_fit(keras.Model.fit)
+    try:
+        found = train()
+    finally:
+        del keras.Model.fit
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_nested_scopes_of_one_strategy():
     strategy = mirrored(2)
     with strategy.scope() as outer:

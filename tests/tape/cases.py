@@ -688,3 +688,39 @@ def second_order_of_complex_sources(lib, x, y, w):
         slope = inner.gradient(loss, z)
         penalty = lib.np.sum(lib.np.abs(slope) ** 2)
     return outer.gradient(penalty, z)
+
+
+@case
+def a_variable_as_target(lib, x, y, w):
+    v, u = lib.variable(w), lib.variable(w, trainable=False)
+    with lib.tape(persistent=True) as tape:
+        h = v * v
+    return tape.gradient(v, v), tape.gradient([v, h, u], v)
+
+
+@case
+def a_variable_as_target_within(lib, x, y, w):
+    v = lib.variable(w)
+    with lib.tape() as tape:
+        tape.reset()
+        return tape.gradient(v, v, output_gradients=v * 3.0)
+
+
+@case
+def a_variable_as_target_after_an_assignment(lib, x, y, w):
+    v = lib.variable(w)
+    with lib.tape() as tape:
+        h = lib.np.sum(v**3)
+    v.assign(v * 2.0)
+    return tape.gradient([h, v], v)
+
+
+@case
+def gradients_while_stopped(lib, x, y, w):
+    v = lib.variable(w)
+    with lib.tape(persistent=True) as tape:
+        first = lib.np.sum(v**2)
+        with tape.stop_recording():
+            slope = tape.gradient(first, v)
+        second = lib.np.sum(slope * v)
+    return slope, tape.gradient(second, v)

@@ -277,6 +277,11 @@ def fail_reset_of_outer(x):
         tape.reset()
 
 
+def fail_reset_in_a_named_scope(x):
+    with ks.GradientTape() as tape, jax.named_scope("layer"):
+        tape.reset()
+
+
 def fail_left_in_the_wrong_order(x):
     one, two = ks.GradientTape(), ks.GradientTape()
     with contextlib.ExitStack() as stack:
@@ -311,6 +316,10 @@ def fail_jacobian(x):
     tape.jacobian(value, x)
 
 
+def fail_batch_jacobian(x):
+    ks.GradientTape().batch_jacobian(x, x, experimental_use_pfor=False)
+
+
 @pytest.mark.parametrize(
     ("fn", "error", "match"),
     [
@@ -320,11 +329,13 @@ def fail_jacobian(x):
         (fail_watch_numpy, ValueError, "ndarray"),
         (fail_reset_outside, ValueError, "while the tape records"),
         (fail_reset_of_outer, ValueError, "only the innermost"),
+        (fail_reset_in_a_named_scope, ValueError, "in a named scope"),
         (fail_left_in_the_wrong_order, ValueError, "reverse of the order"),
         (fail_stop_outside, ValueError, "while the tape records"),
         (fail_unconnected, ValueError, "'none' or 'zero'"),
         (fail_output_gradients, ValueError, "2 entries for 1"),
         (fail_jacobian, NotImplementedError, "jax.jacobian"),
+        (fail_batch_jacobian, NotImplementedError, "jax.jacobian"),
     ],
 )
 def test_wrong_uses_raise(fn, error, match):
