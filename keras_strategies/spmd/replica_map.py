@@ -24,12 +24,7 @@ from keras_strategies.passes.specs import Axis, Sharded
 from keras_strategies.spmd.buffers import Buffering, sum_arrays
 from keras_strategies.spmd.dispatch import keep_out_of_cache
 from keras_strategies.spmd.mesh import ReplicaMesh
-
-# Sizes of the blocks that `_is_of_blocks` accepts. The number of rows of a
-# shard must be a multiple of the rows of a TPU tile, and its number of columns
-# a multiple of the columns of eight tiles.
-_TILE_ROWS = 8
-_TILE_COLUMNS = 1024
+from keras_strategies.spmd.scatter_blocks import find_block
 
 
 def replica_map(
@@ -137,14 +132,22 @@ class ShardExchange:
             # and give up after 30 seconds (docs/upstream.md).
             return self.cut(jax.lax.psum(value, mesh.axis), spec)
         count = jax.lax.axis_size(mesh.axis)
-        is_tiled = mesh.platform != "tpu" or not _is_of_blocks(
-            value.shape, dim, count
+        block = None
+        if mesh.platform == "tpu":
+            block = find_block(value.shape, dim, count)
+        if block is None:
+            return jax.lax.psum_scatter(
+                value, mesh.axis, scatter_dimension=dim, tiled=True
+            )
+        rows, columns = value.shape[0] // count, value.shape[1]
+        value = value.reshape(count, rows, columns)
+        if block != (rows, columns):
+            more = block[0] - rows, block[1] - columns
+            value = jnp.pad(value, [(0, 0), *((0, n) for n in more)])
+        shard = jax.lax.psum_scatter(
+            value, mesh.axis, scatter_dimension=dim, tiled=False
         )
-        if not is_tiled:
-            value = value.reshape(count, -1, value.shape[1])
-        return jax.lax.psum_scatter(
-            value, mesh.axis, scatter_dimension=dim, tiled=is_tiled
-        )
+        return shard[:rows, :columns]
 
     def cut(self, value: jax.Array, spec: Sharded) -> jax.Array:
         """Returns this replica's shard of a replicated value."""
@@ -178,23 +181,6 @@ class ShardExchange:
             out_specs=cores,
             check_vma=False,
         )
-
-
-def _is_of_blocks(shape: tuple[int, ...], dim: int, count: int) -> bool:
-    """Returns whether to reshape a matrix into blocks before a reduce-scatter.
-
-    Each replica then receives the sum of one block.
-
-    For some matrices, XLA for TPUs (libtpu 0.0.42) implements a reduce-scatter
-    along the rows as an all-reduce of the full matrix, unless the matrix is
-    reshaped into blocks of full tiles. For other matrices it uses an all-reduce
-    only if they are reshaped (docs/sharding.md).
-    """
-    if len(shape) != 2 or dim != 0:
-        return False
-    rows, columns = shape[0] // count, shape[1]
-    is_of_tiles = rows % _TILE_ROWS == 0 and columns % _TILE_COLUMNS == 0
-    return is_of_tiles and columns > 0
 
 
 def replicated_spec() -> PartitionSpec:
