@@ -113,7 +113,7 @@ LOGIC_LINES = {
     "planning": 3325,
     "reporting": 972,
     "run": 729,
-    "spmd": 1503,
+    "spmd": 1629,
     "step": 2550,
     "strategy": 2152,
     "tape": 491,

@@ -32,7 +32,6 @@ from keras_strategies.passes.marked_updates import (
     Reduction,
     is_collecting,
     mark_update,
-    wait_for_all,
 )
 from keras_strategies.passes.row_kinds import marks
 from keras_strategies.spmd.identity import IdentitySet
@@ -291,19 +290,23 @@ def _reduce(
       targets: The variables of the gradients, and others after them.
       divisor: The number by which the sum of the gradients is divided.
     """
-    largest = {i for i, v in enumerate(targets) if _is_overwritten(v)}
-    summed = [
-        i for i, g in enumerate(grads) if g is not None and i not in largest
-    ]
+    present = [i for i, grad in enumerate(grads) if grad is not None]
+    overwritten = {i for i, v in enumerate(targets) if _is_overwritten(v)}
+    summed = [i for i in present if i not in overwritten]
     mesh, sent = step.facts.mesh, [grads[i] for i in summed]
     sums = all_sum(sent, step.axis, step.buffering, mesh.reduce_dtype)
-    sums = wait_for_all(sums, mesh.platform)
+    if mesh.platform == "gpu":
+        # The updates wait until all gradients are summed. Otherwise XLA fuses a
+        # weight's update with the weight's cast that the backward pass reads.
+        # The gradients of the layers before it are then computed after the sum
+        # of this weight's gradient, so that the sums can neither be combined
+        # nor overlap with the backward pass (docs/upstream.md).
+        sums = jax.lax.optimization_barrier(sums)
     reduced = list(grads)
     for i, total in zip(summed, sums, strict=True):
         reduced[i] = total if divisor == 1 else total / divisor
-    for i, grad in enumerate(grads):
-        if grad is not None and i in largest:
-            reduced[i] = all_max(grad, step.axis)
+    for i in overwritten.intersection(present):
+        reduced[i] = all_max(grads[i], step.axis)
     return reduced
 
 

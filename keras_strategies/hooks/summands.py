@@ -30,7 +30,6 @@ from keras_strategies.spmd.identity import IdentityMap, IdentitySet
 from keras_strategies.spmd.replica_map import (
     all_min,
     as_number,
-    is_sum_if,
     sum_if,
 )
 
@@ -130,11 +129,11 @@ def are_used_as_sums(
     traced = jaxpr.jaxpr
     found = {traced.invars[place] for place in places}
     for equation in traced.eqns:
-        if equation.params.get("name") == _MARK:
+        name = equation.params.get("name")
+        is_used = not found.isdisjoint(stages.variables(equation.invars))
+        if name == _MARK:
             found.update(equation.outvars)
-        elif not is_sum_if(equation) and not found.isdisjoint(
-            stages.variables(equation.invars)
-        ):
+        elif is_used and name != stages.SUM_IF:
             return True
     start = len(traced.outvars) - count
     allowed = {start + place for place in places}

@@ -172,11 +172,17 @@ class StepContext:
       facts: Properties of the step that are fixed before the trace.
       flags: Flags that tell which kind of code is being traced.
       notes: The information that the hooks record during the trace.
+      buffering: The rule that decides which arrays are packed into one
+        all-reduce, or None.
     """
 
     facts: StepFacts
     flags: StepFlags = dataclasses.field(default_factory=StepFlags)
     notes: StepNotes = dataclasses.field(default_factory=StepNotes)
+    buffering: Buffering | None = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "buffering", choose_buffering(self.facts.mesh))
 
     @property
     def axis(self) -> Axis:
@@ -217,11 +223,6 @@ class StepContext:
         False inside metrics.
         """
         return not (self.flags.sees_global_batch or self.flags.in_metric)
-
-    @property
-    def buffering(self) -> Buffering | None:
-        """The rule that decides which arrays are packed into one all-reduce."""
-        return choose_buffering(self.facts.mesh)
 
     def with_facts(self, **facts: object) -> "StepContext":
         """Returns a context with changed facts and the same flags and notes.

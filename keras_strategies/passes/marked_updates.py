@@ -18,7 +18,7 @@ from typing import Any, Literal
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
-from keras_strategies.passes.replay import current_side
+from keras_strategies.passes import replay
 from keras_strategies.passes.specs import Spec
 from keras_strategies.passes.stages import (
     all_equations,
@@ -122,7 +122,7 @@ def is_collecting() -> bool:
     (`replay.py`) or run in lockstep (`lockstep.py`), because the replicas then
     synchronize at each collective.
     """
-    return _collected.updates is not None and current_side() is None
+    return _collected.updates is not None and replay.current.side is None
 
 
 def mark_update(
@@ -213,23 +213,6 @@ def is_same_update(equations: Sequence[Any]) -> bool:
     jaxprs = [e.params.get("jaxpr") for e in equations]
     is_update = equations[0].params.get("name") == _INNER
     return is_update and all(jaxpr is jaxprs[0] for jaxpr in jaxprs)
-
-
-def wait_for_all(sums: list[Any], platform: str) -> list[Any]:
-    """Makes updates on GPUs wait until all gradients are summed.
-
-    Otherwise XLA fuses a weight's update with the weight's cast that the
-    backward pass reads. The gradients of the layers before it are then computed
-    after the sum of this weight's gradient, so that the sums can neither be
-    combined nor overlap with the backward pass (docs/upstream.md).
-
-    Args:
-      sums: The sums of the gradients.
-      platform: The platform of the devices.
-    """
-    if platform != "gpu":
-        return sums
-    return jax.lax.optimization_barrier(sums)
 
 
 def find_update(

@@ -216,35 +216,16 @@ class _Current(threading.local):
     side: Side | None = None
 
 
-_current = _Current()
-
-
-def collective(reduce: Reduce, operands: list[Any]) -> list[Any]:
-    """Computes a collective, with this thread's `Side` if set, else with JAX.
-
-    Args:
-      reduce: A function that computes the collective with JAX.
-      operands: This replica's arrays.
-
-    Returns:
-      This replica's results.
-    """
-    side = _current.side
-    if side is None:
-        return reduce(operands)
-    return side.collective(reduce, [jnp.asarray(o) for o in operands])
-
-
-def current_side() -> Side | None:
-    """Returns this thread's `Side`, or None if JAX computes its collectives."""
-    return _current.side
+current = _Current()
+"""Its attribute `side` is this thread's `Side`, or None if JAX computes the
+thread's collectives."""
 
 
 @contextlib.contextmanager
 def replay_scope(side: Side | None) -> Iterator[None]:
     """Makes `side` compute this thread's collectives while a block runs."""
-    before = _current.side
-    _current.side = side
+    before = current.side
+    current.side = side
     # `separate_trace` is used only while JAX traces. At other times, the axis
     # that it adds would make JAX believe that it is tracing.
     is_other = side is not None and is_tracing()
@@ -253,7 +234,7 @@ def replay_scope(side: Side | None) -> Iterator[None]:
         with separate_trace(name) if is_other else contextlib.nullcontext():
             yield
     finally:
-        _current.side = before
+        current.side = before
 
 
 _numbers = itertools.count()

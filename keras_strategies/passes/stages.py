@@ -27,6 +27,9 @@ from keras_strategies._types import Array, Equation
 EQUAL = "ks_equal"
 """The name, in traces, of a function whose results are the same on all replicas
 although it reads their ids."""
+SUM_IF = "ks_sum_if"
+"""The name of the function in the traces of `replica_map.sum_if`: its last
+equation is a `cond` of computing arrays, and of computing and summing them."""
 
 # Effects that are not visible outside of the program: uses of a mapped axis,
 # and reads and writes of references.
@@ -83,7 +86,7 @@ def select_outputs(
 def needed_equations(
     equations: Sequence[Any],
     outputs: Iterable[Any],
-    is_kept: Callable[[Any], bool],
+    is_kept: Callable[[Any], bool] = lambda equation: False,
 ) -> list[Any]:
     """Returns the equations on which outputs or kept equations depend.
 

@@ -1,6 +1,5 @@
 """Detects traces, and tells what they compute and which code it comes from."""
 
-import collections
 import contextlib
 import dis
 import functools
@@ -13,9 +12,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from keras_strategies._types import Equation
 from keras_strategies.passes import stages
@@ -107,29 +105,6 @@ def find_place(equation: object) -> str:
     return ""
 
 
-def has_user_code(jaxpr: ClosedJaxpr, *marks: str) -> bool:
-    """Returns whether user code computes or reads a marked value.
-
-    User code is code outside of Keras, JAX and similar libraries. An equation
-    belongs to the code that called JAX, directly or through a Keras operation.
-    For example, the equations of a Keras layer belong to Keras, even if a
-    user-defined model called the layer.
-
-    Args:
-      jaxpr: A closed jaxpr.
-      *marks: The names that were passed to `checkpoint_name` to mark values.
-    """
-    behind = _equations_behind(jaxpr, *marks)
-    marked = {v for e in behind if is_marked(e, *marks) for v in e.outvars}
-    for equation in jaxpr.jaxpr.eqns:
-        values = stages.variables(equation.invars)
-        if not marked.isdisjoint(values) and is_user_code(equation):
-            return True
-    return any(map(is_user_code, behind)) or any(
-        is_user_code(inner) for e in behind for inner in stages.equations_in(e)
-    )
-
-
 def has_user_calls(jaxpr: ClosedJaxpr) -> bool:
     """Returns whether user code is called in a traced step.
 
@@ -145,78 +120,6 @@ def has_user_calls(jaxpr: ClosedJaxpr) -> bool:
             if _find_maker(code.co_filename):
                 return True
     return False
-
-
-def agrees_with_one_row(
-    one: ClosedJaxpr, two: ClosedJaxpr, more: ClosedJaxpr, *marks: str
-) -> bool:
-    """Returns whether a trace with one row agrees with traces of more rows.
-
-    A number that equals c * rows**p in the traces `two` and `more` must equal c
-    in the trace `one`.
-
-    Args:
-      one: The trace with one row.
-      two: A trace with two rows.
-      more: A trace with more rows.
-      *marks: The marks of the values that are compared.
-    """
-    behind = [_equations_behind(jaxpr, *marks) for jaxpr in (one, two, more)]
-    if _count_computations(behind[0]) != _count_computations(behind[1]):
-        return False
-    known, small, large = map(_list_numbers, behind)
-    rows = [j.jaxpr.invars[-1].aval.shape[0] for j in (two, more)]
-    for low, high in zip(small, large, strict=True):
-        if low != low:
-            continue
-        if low == high:
-            # The number does not depend on the rows.
-            if low not in known:
-                return False
-            continue
-        power = np.log(high / low) / np.log(rows[1] / rows[0])
-        if not np.isclose(known, low / rows[0] ** power, rtol=1e-4).any():
-            return False
-    return True
-
-
-_MOVES = frozenset(
-    stages.names_in(
-        "broadcast_in_dim convert_element_type copy expand_dims reduce_sum",
-        "reshape squeeze transpose",
-    )
-)
-
-
-def _count_computations(equations: Sequence[Any]) -> dict[Any, int]:
-    """Counts primitives, except those that only move or sum values.
-
-    A jitted function is counted as one primitive with its name, because some
-    functions of JAX skip operations if there is only one row.
-    """
-    return collections.Counter(
-        (equation.primitive.name, equation.params.get("name"))
-        for equation in equations
-        if equation.primitive.name not in _MOVES
-    )
-
-
-def _list_numbers(equations: Sequence[Any]) -> list[float]:
-    """Lists the real-valued literals among the operands."""
-    operands = (v for equation in equations for v in equation.invars)
-    literals = (v.val for v in operands if isinstance(v, Literal))
-    return [float(number) for number in literals if np.isrealobj(number)]
-
-
-def _equations_behind(jaxpr: ClosedJaxpr, *marks: str) -> list[Any]:
-    """Returns the equations that marked values depend on.
-
-    If there are no marked values, returns all equations.
-    """
-    equations = stages.needed_equations(
-        jaxpr.jaxpr.eqns, (), lambda e: is_marked(e, *marks)
-    )
-    return equations or list(jaxpr.jaxpr.eqns)
 
 
 def is_marked(equation: JaxprEqn, *marks: str) -> bool:

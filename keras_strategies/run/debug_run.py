@@ -19,8 +19,8 @@ from keras_strategies._types import Array, Tree
 from keras_strategies.hooks import on_read, seeds
 from keras_strategies.hooks.variables_used import CollectingScope
 from keras_strategies.keras_bridge.step_context import ReplicaScope, StepContext
+from keras_strategies.passes import replay
 from keras_strategies.passes.lockstep import Lockstep, Turn
-from keras_strategies.passes.replay import current_side
 from keras_strategies.run import replica_trace
 from keras_strategies.spmd.identity import IdentityMap, IdentitySet
 from keras_strategies.spmd.mesh import ReplicaMesh
@@ -138,7 +138,7 @@ def _merge_writes(
       results: The function's results on this replica.
       merging: The context in which the writes are combined.
     """
-    turn = current_side()
+    turn = replay.current.side
     assert isinstance(turn, Turn)
     # Replicas may use different variables, but all replicas must reduce the
     # same variables in the same order. So each replica reduces the union of

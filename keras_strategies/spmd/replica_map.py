@@ -13,10 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
-from keras_strategies._types import Array, Equation, Tree
+from keras_strategies._types import Array, Tree
 from keras_strategies.passes import replay, stages
 from keras_strategies.passes.constrained_operations import constrain_function
 from keras_strategies.passes.lockstep import Turn
@@ -199,7 +198,7 @@ def replica_id(axis: Axis) -> jax.Array | int:
     It is a traced int32 in a mapped program. It is an int if replicas run in
     lockstep, or in a replay with `Alone`.
     """
-    side = replay.current_side()
+    side = replay.current.side
     if isinstance(side, Turn | replay.Alone):
         return side.replica
     return jax.lax.axis_index(axis)
@@ -231,14 +230,14 @@ def all_sum(
     if not leaves:
         return []
     arrays = [jnp.asarray(leaf) for leaf in leaves]
-    if isinstance(replay.current_side(), Turn):
+    if isinstance(replay.current.side, Turn):
         # In lockstep, sums are computed eagerly, op by op, so a buffer would
         # only add work.
         buffering = None
     reduce = functools.partial(sum_arrays, axis=axis, buffering=buffering)
     if sum_dtype is None:
-        return replay.collective(reduce, arrays)
-    sums = replay.collective(reduce, [a.astype(sum_dtype) for a in arrays])
+        return _compute_collective(reduce, arrays)
+    sums = _compute_collective(reduce, [a.astype(sum_dtype) for a in arrays])
     return [s.astype(a.dtype) for s, a in zip(sums, arrays, strict=True)]
 
 
@@ -271,8 +270,8 @@ def sum_if(
     def branch(condition: Array, *operands: Tree) -> list[jax.Array]:
         return jax.lax.cond(condition, compute_sums, compute, *operands)
 
-    # The name tells `has_unsure_collectives` that the branch is safe.
-    branch.__name__ = SUM_IF
+    # By this name, passes know that the branch is safe.
+    branch.__name__ = stages.SUM_IF
     return jax.jit(branch)(condition, *operands)
 
 
@@ -303,7 +302,7 @@ def all_concatenate(leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
     different numbers of rows are replayed or run in lockstep (see `replay` and
     `lockstep`), the sizes in dimension `dim` may differ.
     """
-    return replay.collective(replay.Concatenation(axis, dim), [leaf])[0]
+    return _compute_collective(replay.Concatenation(axis, dim), [leaf])[0]
 
 
 def as_number(array: Array) -> Array:
@@ -324,31 +323,23 @@ def keep_first(array: Array, axis: Axis) -> jax.Array:
     return jnp.where(is_first, array, jnp.zeros_like(array))
 
 
-def _one(reduce: Callable[[Any], Any], leaf: Array) -> Array:
-    return replay.collective(lambda leaves: [reduce(leaves[0])], [leaf])[0]
+def _compute_collective(
+    reduce: replay.Reduce, operands: list[Any]
+) -> list[Any]:
+    """Computes a collective, with this thread's `Side` if set, else with JAX.
 
+    Args:
+      reduce: A function that computes the collective with JAX.
+      operands: This replica's arrays.
 
-SUM_IF = "ks_sum_if"
-"""The name of the function in the traces of `sum_if`."""
-
-_UNSURE = ("cond", "while")
-
-
-def has_unsure_collectives(jaxpr: ClosedJaxpr) -> bool:
-    """Returns whether a program has collectives in branches or `while` loops.
-
-    Such collectives may run on only some of the replicas, or a different number
-    of times on each. Functions given to `sum_if` run on all of them, unless it
-    is itself in a branch.
+    Returns:
+      This replica's results.
     """
-    return any(
-        stages.is_collective(inner)
-        for equation in stages.all_equations(jaxpr, skips=is_sum_if)
-        if equation.primitive.name in _UNSURE
-        for inner in stages.equations_in(equation)
-    )
+    side = replay.current.side
+    if side is None:
+        return reduce(operands)
+    return side.collective(reduce, [jnp.asarray(o) for o in operands])
 
 
-def is_sum_if(equation: Equation) -> bool:
-    """Returns whether an equation of a trace is a call of `sum_if`."""
-    return equation.params.get("name") == SUM_IF
+def _one(reduce: Callable[[Any], Any], leaf: Array) -> Array:
+    return _compute_collective(lambda leaves: [reduce(leaves[0])], [leaf])[0]

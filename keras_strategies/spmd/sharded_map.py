@@ -24,7 +24,6 @@ from keras_strategies.passes.marked_updates import (
     Update,
     collect_updates,
     find_update,
-    wait_for_all,
 )
 from keras_strategies.passes.sharded_values import ShardedInterpreter
 from keras_strategies.passes.specs import Placed, Sharded, Spec
@@ -330,7 +329,9 @@ class _SectionedStep:
             else self._value(v, self._per_replica)
             for v in inputs
         ]
-        results = wait_for_all(mapped(*arrays), self._mesh.platform)
+        results = mapped(*arrays)
+        if self._mesh.platform == "gpu":
+            results = jax.lax.optimization_barrier(results)
         self._returned.update(zip(plan, results, strict=True))
 
     def _results(

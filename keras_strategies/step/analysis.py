@@ -1,7 +1,6 @@
 """Decides from traces of a step what depends on the rows of its batch."""
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +13,11 @@ from jax.extend.core import JaxprEqn
 from keras_strategies.passes import traces
 from keras_strategies.passes.row_kinds import losses, marks
 from keras_strategies.passes.row_kinds.losses import Finding, Verdict
-from keras_strategies.spmd.replica_map import has_unsure_collectives
 from keras_strategies.step.record import Record
 
-Retrace = Callable[[int, bool], Record]
-"""A function that traces the step again: (rows, has_all_rows) -> record."""
+Retrace = Callable[..., Record]
+"""A function that traces the step again, with the number of rows of the global
+batch, or with another number that is given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,10 +40,7 @@ class Analysis:
 
 
 def analyze(
-    record: Record,
-    retrace: Retrace,
-    num_replicas: int,
-    step: Callable[..., Any],
+    record: Record, retrace: Retrace, step: Callable[..., Any]
 ) -> Analysis:
     """Decides whether a train or test step can be mapped over the replicas.
 
@@ -56,19 +52,23 @@ def analyze(
     Args:
       record: The record of the step.
       retrace: Traces the step with other numbers of rows.
-      num_replicas: The number of replicas.
       step: The model's step.
     """
     if record.reason is not None:
         return Analysis(reason=record.reason)
     # A step that uses its replica context is responsible for its collectives.
-    is_unaware = not record.replica_uses
-    if is_unaware and has_unsure_collectives(record.jaxpr):
+    if record.replica_uses:
+        return Analysis(reason=_check_sizes(record, retrace))
+    finding: Finding | str = losses.examine(
+        record.jaxpr, _row_inputs(record), record.rows, _list_functions(step)
+    )
+    if finding.has_unsure_collectives:
         return Analysis(reason=_BRANCH_REASON)
-    reason = _check_sizes(record, retrace, num_replicas)
-    if reason is not None or not is_unaware:
+    reason = _check_sizes(record, retrace)
+    if reason is not None:
         return Analysis(reason=reason)
-    finding = _compare_rows(record, retrace, num_replicas, step)
+    if not finding.is_final:
+        finding = _compare_rows(record, finding, retrace, step)
     if isinstance(finding, str):
         return Analysis(reason=finding)
     return Analysis(reason=_describe_finding(finding), logs=finding.logs[:1])
@@ -91,7 +91,7 @@ def analyze_outputs(
     """
     records = [record]
     if not _has_known_outputs(step):
-        records.append(retrace(2 * record.rows, False))
+        records.append(retrace(2 * record.rows))
     for trace in records:
         if trace.error is not None:
             return Analysis(reason=describe_error(trace.error))
@@ -115,21 +115,11 @@ def _has_known_outputs(step: Callable[..., Any]) -> bool:
     )
 
 
-def _count_more_rows(record: Record, num_replicas: int) -> int:
-    """Returns the number of rows of the retrace with all rows."""
-    # With one row, the row dimension looks like any other dimension of size
-    # one, so a trace of two rows stands for a replica's.
-    rows = num_replicas * record.rows
-    return rows if rows > 2 else 4
-
-
-def _check_sizes(
-    record: Record, retrace: Retrace, num_replicas: int
-) -> str | None:
+def _check_sizes(record: Record, retrace: Retrace) -> str | None:
     """Checks in a trace with more rows that exactly row counts grow."""
     if not record.sizes:
         return None
-    more = retrace(_count_more_rows(record, num_replicas), True)
+    more = retrace()
     if more.error is not None:
         return (
             "a user-defined step passes arrays to metrics or to losses that "
@@ -169,40 +159,43 @@ def _describe_finding(finding: Finding) -> str | None:
 
 
 def _compare_rows(
-    record: Record, retrace: Retrace, num_replicas: int, step: Any
+    record: Record,
+    finding: Finding,
+    retrace: Retrace,
+    step: Callable[..., Any],
 ) -> Finding | str:
     """Returns how a step depends on its rows, or an error as a reason."""
-    is_user_step = traces.is_user_function(step)
-    jaxpr, finding = record.jaxpr, Finding(verdict=Verdict.UNSURE)
-    if not traces.has_user_code(jaxpr, marks.LOSS):
-        finding = losses.losses_in(jaxpr, _row_inputs(record), record.rows)
     is_mean = finding.verdict is Verdict.MEAN
-    is_mixed = record.rows > 1 and finding.verdict is Verdict.MIXED
-    is_user_code = is_user_step or _has_user_layers(step)
-    is_user_code = is_user_code or traces.has_user_calls(jaxpr)
-    if is_mixed or (is_mean and not is_user_code):
-        return finding
-    first = record if record.rows > 1 else retrace(2, False)
-    more = retrace(_count_more_rows(record, num_replicas), True)
+    is_user_step = traces.is_user_function(step)
+    # With one row, the row dimension looks like any other dimension of size
+    # one, so a trace of two rows stands for a replica's.
+    first = record if record.rows > 1 else retrace(2)
+    more = retrace()
     problem = _find_problem(first) or _find_problem(more)
     if problem is not None:
         # The step works only with this batch's shapes.
         if not is_mean or (is_user_step and not finding.has_losses):
             return problem
         return finding
-    compared = _compare_traces(record, first, more, is_user_step)
-    if not is_user_code:
+    records = [record, more] if first is record else [record, first, more]
+    compared = losses.compare(
+        [r.jaxpr for r in records],
+        _row_inputs(first),
+        first.rows,
+        is_user_step=is_user_step,
+    )
+    if not finding.has_user_code:
         compared = Finding(verdict=compared.verdict, why=compared.why)
     if is_mean:
         return dataclasses.replace(compared, verdict=Verdict.MEAN)
     return compared
 
 
-def _has_user_layers(step: Callable[..., Any]) -> bool:
-    """Returns whether user code computes, or chooses, a part of the model."""
+def _list_functions(step: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Lists functions that compute, or choose, the parts of a step."""
     model = getattr(step, "__self__", None)
     layers = model._flatten_layers() if isinstance(model, keras.Layer) else ()
-    return any(traces.is_user_function(type(layer).call) for layer in layers)
+    return [step, *(type(layer).call for layer in layers)]
 
 
 def _find_problem(record: Record) -> str | None:
@@ -210,36 +203,6 @@ def _find_problem(record: Record) -> str | None:
     if record.error is not None:
         return describe_error(record.error)
     return record.reason
-
-
-def _compare_traces(
-    record: Record, first: Record, more: Record, is_user_step: bool
-) -> Finding:
-    """Returns how a step depends on its rows, from a trace with more rows.
-
-    Args:
-      record: The record of the step.
-      first: The same record or, if it has one row, a trace with two.
-      more: A trace with more rows.
-      is_user_step: Whether the user wrote the model's step.
-    """
-    rows = _row_inputs(first)
-    finding = losses.losses_in(first.jaxpr, rows, first.rows, more.jaxpr)
-    if not is_user_step:
-        # Gradients of losses that are means are means, unless they are scaled.
-        gradients = (marks.GRADIENT, marks.SHARE)
-        unshown = [u for u in finding.unshown if u[2] or u[0] not in gradients]
-        finding = dataclasses.replace(finding, unshown=unshown)
-    if first is record:
-        return finding
-    agree = functools.partial(
-        traces.agrees_with_one_row, record.jaxpr, first.jaxpr, more.jaxpr
-    )
-    if traces.has_user_code(first.jaxpr, marks.LOSS) and not agree(marks.LOSS):
-        return Finding(verdict=Verdict.MIXED, counting=True)
-    if is_user_step and not agree(*marks.USED):
-        return dataclasses.replace(finding, counting=True)
-    return finding
 
 
 def _row_inputs(record: Record) -> range:

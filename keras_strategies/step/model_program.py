@@ -36,7 +36,7 @@ from keras_strategies.step.ragged_step import (
     RaggedRows,
     call_step,
 )
-from keras_strategies.step.record import Record, StepTracer
+from keras_strategies.step.record import StepTracer
 from keras_strategies.step.route import Form, Route
 from keras_strategies.step.router import Router
 from keras_strategies.step.state.layout import PLAIN, Layout, Step
@@ -182,13 +182,12 @@ class ModelProgram:
         self, is_stacked: bool, written: Group, read: Group, data: Batch
     ) -> tuple[Any, ...]:
         """Runs the step on each replica's rows of one or of several batches."""
-        step = self._lower_step(self._router.find_record(data, is_stacked))
+        traced = self._router.find_record(data, is_stacked).traced
+        # Only train and test steps end with sums.
+        has_rows = self._returns_rows
+        step = traced if has_rows else traced.combining_sums(self._mesh)
         body = self._map_step(step, self._mapped_layout, stacked=is_stacked)
         return body(written, read, data)
-
-    def _lower_step(self, record: Record) -> Step:
-        """Returns the traced step of a replica."""
-        return record.traced
 
     @property
     def _mapped_layout(self) -> Layout:

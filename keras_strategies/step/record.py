@@ -149,16 +149,21 @@ class StepTracer:
         return traced.out_tree.unflatten(())
 
     def trace_again(
-        self, record: Record, batch: Batch, rows: int, *, has_all_rows: bool
+        self, record: Record, batch: Batch, rows: int | None = None
     ) -> Record:
         """Traces a step with another number of rows, for comparison.
 
         Args:
           record: The record of the step.
           batch: The shapes of a batch; their rows are ignored.
-          rows: The number of rows of a replica.
-          has_all_rows: See `TraceKind`.
+          rows: The number of rows of a replica; None for that of the global
+            batch, which is then the batch of one replica.
         """
+        has_all_rows = rows is None
+        if rows is None:
+            rows = self._mesh.num_replicas * record.rows
+            # Not two: a trace of two rows stands for one of a single row.
+            rows = rows if rows > 2 else 4
         with (
             reusing_updates(record.traced.updates),
             warnings.catch_warnings(),

@@ -131,11 +131,12 @@ def decide(
     if batch.is_padded and uses_replica:
         # Padding must not contribute to the collectives that the step calls.
         return Route(form=Form.RAGGED)
+    if batch.steps == 1:
+        return Route(form=Form.EVEN, logs=analysis.logs)
     is_slow = batch.avoids_loops and traces.has_convolutions(record.jaxpr)
-    is_loop = batch.steps > 1 and not is_slow
     return Route(
-        form=Form.STACKED if is_loop else Form.EVEN,
-        is_split=batch.steps > 1 and is_slow,
+        form=Form.EVEN if is_slow else Form.STACKED,
+        is_split=is_slow,
         logs=analysis.logs,
     )
 

@@ -1,11 +1,13 @@
 """Finds the program that runs a batch: traces, analyzes and decides."""
 
-from collections.abc import Callable, Hashable
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 
 from keras_strategies._types import Batch
+from keras_strategies.hooks.summands import are_used_as_sums
 from keras_strategies.passes import traces
 from keras_strategies.spmd.batches import Segment
 from keras_strategies.spmd.mesh import ReplicaMesh
@@ -30,8 +32,8 @@ class Router:
     Attributes:
       global_reason: The reason why the step must see the global batch, or None.
       kind: The kind of trace from which the step's programs are made.
-      needs_sums: A function that returns whether a traced step uses accumulated
-        gradients as sums, although each replica has accumulated its own.
+      summands: If each replica accumulates its own gradients: the places of
+        these in the state, and the number of arrays of the state.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Router:
         is_training: bool,
     ) -> None:
         self.global_reason, self.kind = global_reason, TraceKind()
-        self.needs_sums: Callable[[Record], bool] = lambda record: False
+        self.summands: tuple[Sequence[int], int] = (), 0
         self._tracer, self._step, self._mesh = tracer, step, mesh
         self._returns_rows = returns_rows
         self._avoids_loops = is_training and mesh.platform == "cpu"
@@ -101,18 +103,14 @@ class Router:
         return self._analyzed[1]
 
     def _compare_traces(self, record: Record, batch: Batch) -> Analysis:
-        num_replicas = self._mesh.num_replicas
-        if record.kind.sums_later and self.needs_sums(record):
+        if record.kind.sums_later and are_used_as_sums(
+            record.jaxpr, *self.summands
+        ):
             return Analysis(needs_sums=True)
-
-        def retrace(rows: int, has_all_rows: bool) -> Record:
-            return self._tracer.trace_again(
-                record, batch, rows, has_all_rows=has_all_rows
-            )
-
+        retrace = functools.partial(self._tracer.trace_again, record, batch)
         if self._returns_rows:
             return analysis.analyze_outputs(record, retrace, self._step)
-        return analysis.analyze(record, retrace, num_replicas, self._step)
+        return analysis.analyze(record, retrace, self._step)
 
     def use_global_batch(
         self, route: Route, trace: Callable[[], object]

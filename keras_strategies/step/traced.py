@@ -9,14 +9,12 @@ from jax.extend.core import jaxpr_as_fun
 
 from keras_strategies._types import Batch, Tree
 from keras_strategies.passes import traces
-from keras_strategies.passes.combined_sums import with_combined_sums
 from keras_strategies.passes.constrained_operations import constrain_operations
 from keras_strategies.passes.marked_updates import collect, collect_updates
 from keras_strategies.passes.weight_gradients import rewrite_gradients
 from keras_strategies.spmd.batches import RowShape, constrain_rows, cut_padding
-from keras_strategies.spmd.buffers import choose_buffering
+from keras_strategies.spmd.buffers import choose_buffering, with_combined_sums
 from keras_strategies.spmd.mesh import ReplicaMesh
-from keras_strategies.spmd.replica_map import all_sum, is_sum_if
 from keras_strategies.tape.expansion import expand_tapes, may_have_tapes
 
 
@@ -44,13 +42,8 @@ class Traced:
         """Returns the function with fewer sums, if they are expensive."""
         if not are_sums_expensive(mesh):
             return self
-        buffering, axis = choose_buffering(mesh), mesh.all_replicas
         compute = with_combined_sums(
-            self.jaxpr,
-            axis,
-            lambda leaves: all_sum(leaves, axis, buffering),
-            is_sum_if,
-            lambda arrays: buffering is None or buffering.fits(arrays),
+            self.jaxpr, mesh.all_replicas, choose_buffering(mesh)
         )
         return functools.partial(self._call, compute)
 

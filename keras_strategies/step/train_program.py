@@ -16,7 +16,7 @@ from keras_strategies.spmd.identity import IdentityMap
 from keras_strategies.step import step_logs
 from keras_strategies.step.model_program import ModelProgram
 from keras_strategies.step.ragged_step import RaggedCall
-from keras_strategies.step.record import Record, TraceKind
+from keras_strategies.step.record import TraceKind
 from keras_strategies.step.route import Route
 from keras_strategies.step.state.layout import OPTIMIZER, PLAIN, Layout, Step
 
@@ -37,7 +37,13 @@ class StepProgram(ModelProgram):
         self._layout, self._is_layout_known = layout, layout is PLAIN
         self._is_packed = True
         self._router.kind = TraceKind(sums_later=layout.has_local_sums)
-        self._router.needs_sums = self._needs_sums
+        sizes = [len(self._variables[i]) for i in self._written]
+        if layout.has_local_sums:
+            start = sum(sizes[: self._written.index(OPTIMIZER)])
+            self._router.summands = (
+                [start + i for i in self._find_accumulators()],
+                sum(sizes),
+            )
         self._unstack = jax.jit(
             unstack_steps, static_argnums=1, out_shardings=self._mesh.split
         )
@@ -92,16 +98,6 @@ class StepProgram(ModelProgram):
         has_sums = self._layout.has_local_sums
         is_used = self._is_packed and has_sums == self._router.kind.sums_later
         return self._layout if is_used else PLAIN
-
-    def _lower_step(self, record: Record) -> Step:
-        return record.traced.combining_sums(self._mesh)
-
-    def _needs_sums(self, record: Record) -> bool:
-        """Returns whether a step uses accumulators in another way."""
-        sizes = [len(self._variables[i]) for i in self._written]
-        start = sum(sizes[: self._written.index(OPTIMIZER)])
-        places = [start + i for i in self._find_accumulators()]
-        return summands.are_used_as_sums(record.jaxpr, places, sum(sizes))
 
     def _find_accumulators(self) -> list[int]:
         """Returns the indices of the accumulators in the optimizer's group."""

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.fit.inputs import agree_source
 from keras_strategies.keras_bridge.step_context import ReplicaScope, StepContext
+from keras_strategies.passes import replay
 from keras_strategies.passes.lockstep import Turn
-from keras_strategies.passes.replay import current_side
 from keras_strategies.spmd.host_arrays import from_tensor
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import (
@@ -255,7 +255,7 @@ class ReplicaContext:
           ```
         """
         self._check_current("merge_call")
-        turn = current_side()
+        turn = replay.current.side
         if isinstance(turn, Turn):
             # All replicas must call `merge_call`, even if `merge_fn` calls no
             # collective.

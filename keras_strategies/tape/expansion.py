@@ -220,7 +220,7 @@ class _Expansion:
         read = [v for e in self._with_inner_paths(path) for v in e.invars]
         read += [*targets, *seeds, *sources]
         missing = {*stages.variables(read)} - on_path - values.known.keys()
-        before = stages.needed_equations(equations, missing, lambda _: False)
+        before = stages.needed_equations(equations, missing)
         self._run(before, values)
         done |= set(map(id, before))
         source_variables = dict.fromkeys(stages.variables(sources))

@@ -1,7 +1,9 @@
 """Walks, decisions and file names of docs/, compared with the code."""
 
 import dataclasses
+import functools
 import gc
+import inspect
 import io
 import json
 import pathlib
@@ -44,18 +46,45 @@ def walk(title):
 PATCH = "passes/constrained_operations.py"
 
 
+# Names, types, attributes and containers of objects are no steps of a walk.
+HELPERS = (
+    "names/",
+    "_types.py",
+    "keras_bridge/step_context.py",
+    "passes/specs.py",
+    "spmd/identity.py",
+    PATCH,
+)
+# What interprets a trace calls a rule for each equation: it is one file here.
+INTERPRETER = "passes/row_kinds"
+KERAS = str(pathlib.Path(keras.__file__).parent)
+
+
 class Recorder:
     """Files of the package in the order of their first call.
 
     Args:
       first: The file and the function with which it begins; None for at once.
       last: The file before which it ends; None for never.
+      parts: The files and functions while which entries are recorded, in the
+        order of their first calls.
+
+    Attributes:
+      files: The files, in the order of their first call.
+      threads: The thread of each file's first call.
+      entries: Pairs of files, in the order of their first call: the second was
+        called by the first. "" is Keras. Calls by JAX and by other libraries
+        are those of the file that called these. Equal pairs are recorded once:
+        a loop over variables or equations goes one way. Helpers, properties and
+        what `INTERPRETER` calls are not recorded.
     """
 
-    def __init__(self, first=None, last=None):
-        self.files, self.threads = [], {}
+    def __init__(self, first=None, last=None, parts=()):
+        self.files, self.threads, self.entries = [], {}, {}
         self._first, self._last = first, last
         self._has_begun, self._has_ended = first is None, False
+        self._parts, self._stacks = list(parts), {}
+        self._begun = set()
 
     def __enter__(self):
         # A generator that is collected is called once more, to be closed.
@@ -69,7 +98,19 @@ class Recorder:
         threading.setprofile(None)
         gc.enable()
 
+    @property
+    def returns(self):
+        """The entries into files that earlier entries had entered."""
+        entered = [called for _, called in self.entries]
+        return [
+            entry
+            for k, entry in enumerate(self.entries)
+            if entry[1] in entered[:k]
+        ]
+
     def _look(self, frame, event, _):
+        if self._parts and event in ("call", "return"):
+            self._follow(frame, event)
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(str(PACKAGE)):
             return
@@ -83,6 +124,59 @@ class Recorder:
         if self._has_begun and not self._has_ended and file not in self.files:
             self.files.append(file)
             self.threads[file] = threading.current_thread()
+
+    def _follow(self, frame, event):
+        """Records an entry if a call goes to another file.
+
+        For each thread there is a stack of what its frames belong to: a file,
+        the file that called this one, and whether a part has begun.
+        """
+        thread = threading.get_ident()
+        if thread not in self._stacks:
+            # Its first call is one by the file that waits for the thread.
+            callers = [s[-1] for s in self._stacks.values() if s]
+            self._stacks[thread] = callers[-1:]
+        stack = self._stacks[thread]
+        if event == "return":
+            del stack[-1:]
+            return
+        caller, before, is_in = stack[-1] if stack else ("", "", False)
+        code = frame.f_code
+        name = find_file(code.co_filename)
+        part = name, getattr(code, "co_qualname", code.co_name)
+        if part in self._parts and self._parts.index(part) <= len(self._begun):
+            if caller and (not self._begun or caller == name):
+                # It begins where Keras, or another file, calls this one.
+                self.entries[before, caller] = None
+            self._begun.add(part)
+            is_in = True
+        elif name is None or is_apart(name, frame):
+            stack.append((caller, before, is_in))
+            return
+        name = INTERPRETER if name.startswith(INTERPRETER) else name
+        if caller == INTERPRETER and name:
+            name = caller
+        self._has_ended |= name == self._last
+        if is_in and name and name != caller and not self._has_ended:
+            self.entries[caller, name] = None
+        stack.append((name, caller if name != caller else before, is_in))
+
+
+@functools.cache
+def find_file(path):
+    """The file of the package, "" for one of Keras, or None for others."""
+    if path.startswith(str(PACKAGE)):
+        return pathlib.Path(path).relative_to(PACKAGE).as_posix()
+    return "" if path.startswith(KERAS) else None
+
+
+def is_apart(name, frame):
+    """Whether a call is one of a helper, or reads an attribute."""
+    if name.startswith(HELPERS):
+        return True
+    owner = type(frame.f_locals.get("self"))
+    attribute = inspect.getattr_static(owner, frame.f_code.co_name, None)
+    return isinstance(attribute, property | functools.cached_property)
 
 
 def strategy_of(replicas=2):
@@ -160,12 +254,35 @@ def test_the_walk_of_a_variable():
     check("A variable", recorder.files)
 
 
-def test_the_walk_of_a_gradient():
+@pytest.mark.parametrize(
+    ("title", "parts", "maximum"),
+    [
+        (
+            "A gradient",
+            [
+                ("hooks/optimizer_hooks.py", "stateless_apply"),
+                ("step/traced.py", "Traced.combining_sums"),
+                ("spmd/buffers.py", "with_combined_sums.<locals>.compute"),
+            ],
+            (8, 1),
+        ),
+        (
+            "A loss",
+            [
+                ("hooks/loss_hooks.py", "compute_loss"),
+                ("step/router.py", "Router._analyze"),
+                ("step/route.py", "decide"),
+            ],
+            (8, 1),
+        ),
+    ],
+)
+def test_the_walk_through_a_step(title, parts, maximum):
     model = compiled()
-    begins = ("hooks/optimizer_hooks.py", "stateless_apply")
-    with Recorder(begins, last="fit/inputs/feed.py") as recorder:
+    with Recorder(parts=parts) as recorder:
         fit(model)
-    check("A gradient", recorder.files)
+    assert [file for _, file in recorder.entries] == walk(title)
+    assert (len(recorder.entries), len(recorder.returns)) == maximum
 
 
 def test_the_walk_of_a_checkpoint(tmp_path):

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from keras import ops
 
 from keras_strategies.passes import traces
+from keras_strategies.passes.row_kinds import losses
 
 
 @pytest.mark.quick
@@ -30,7 +31,7 @@ def of(fn):
         return checkpoint_name(fn(x), "marked")
 
     jaxpr = jax.make_jaxpr(marked)(np.ones((3, 4), "float32"))
-    return traces.has_user_code(jaxpr, "marked")
+    return losses.has_user_code(jaxpr, "marked")
 
 
 def test_layers_are_kerass_and_operations_are_their_callers():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from keras_strategies.passes.row_kinds import losses
 from keras_strategies.spmd import buffers
 from keras_strategies.spmd import replica_map as rm
 from keras_strategies.spmd.mesh import ReplicaMesh
@@ -161,9 +162,9 @@ def test_conditional_sums_are_sure_unless_they_are_in_a_branch():
         return [*sums, *sum_from_two(x)]
 
     found = [
-        rm.has_unsure_collectives(
-            jax.make_jaxpr(mapped(fn, 2, split_out=True))(np.ones(2))
-        )
+        losses.examine(
+            jax.make_jaxpr(mapped(fn, 2, split_out=True))(np.ones(2)), [], 1, []
+        ).has_unsure_collectives
         for fn in (sum_from_two, in_branch, run_branch)
     ]
     assert found == [False, True, True]

@@ -111,7 +111,7 @@ def find_terms(
     if len(terms) < count:
         return None
     outputs = [*itertools.chain(*terms), *jaxpr.outvars[count:]]
-    needed = stages.needed_equations(jaxpr.eqns, outputs, lambda _: False)
+    needed = stages.needed_equations(jaxpr.eqns, outputs)
     read = [*outputs, *(v for e in needed for v in e.invars)]
     return terms if {*states}.isdisjoint(stages.variables(read)) else None
 
@@ -131,7 +131,7 @@ def _map(equation: Equation, terms: list[list[Any]]) -> ClosedJaxpr:
     closed = equation.params["jaxpr"]
     body: Jaxpr = closed.jaxpr
     outputs = [*itertools.chain(*terms), *body.outvars[len(terms) :]]
-    needed = stages.needed_equations(body.eqns, outputs, lambda _: False)
+    needed = stages.needed_equations(body.eqns, outputs)
     iterate = jaxpr_as_fun(
         closed.replace(jaxpr=body.replace(eqns=needed, outvars=outputs))
     )

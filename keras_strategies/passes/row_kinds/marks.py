@@ -53,15 +53,11 @@ USED = (GRADIENT, SHARE, WEIGHT, STATE, LOG, COUNT)
 """Marks of values that training uses."""
 
 
-def mark(value: Array, name: str) -> Array:
-    """Marks an array in the current trace with a name.
+mark = checkpoint_name
+"""Marks an array in the current trace with a name: a constant of this module.
 
-    The names are constants of this module, such as `LOSS`.
-
-    Returns:
-      The same array.
-    """
-    return checkpoint_name(value, name)
+It returns the same array.
+"""
 
 
 def mark_both_ways(value: Array, name: str) -> jax.Array:

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from keras_strategies.passes.combined_sums import with_combined_sums
 from keras_strategies.spmd import replica_map as rm
 from keras_strategies.spmd.buffers import (
     BETWEEN_PROCESSES,
     IN_PROCESS,
     Buffering,
+    with_combined_sums,
 )
 from keras_strategies.spmd.mesh import ReplicaMesh
 
@@ -38,19 +38,13 @@ def step(x, state):
     return state, error, count, seen, late, largest, x, 5
 
 
-def both(fn, replicas, fits=BETWEEN_PROCESSES.fits):
+def both(fn, replicas, buffering=BETWEEN_PROCESSES):
     """The function as it is, and with sums combined: results and programs."""
     mesh = ReplicaMesh(devices=tuple(jax.devices("cpu")[:replicas]))
 
     def combined(*args):
         traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-        compute = with_combined_sums(
-            traced,
-            AXIS,
-            lambda a: rm.all_sum(a, AXIS, BETWEEN_PROCESSES),
-            rm.is_sum_if,
-            fits,
-        )
+        compute = with_combined_sums(traced, AXIS, buffering)
         return jax.tree.unflatten(
             jax.tree.structure(shapes), compute(*jax.tree.leaves(args))
         )
@@ -206,7 +200,7 @@ def test_sums_of_too_many_shapes_are_left_as_they_are():
         return packed(x.sum(0), x.max()), packed(x.mean(), x.min(), x[0])
 
     def at_most(limit):
-        return Buffering(max_entries=9, max_shapes=limit).fits
+        return Buffering(max_entries=9, max_shapes=limit)
 
     counts = [
         both(fn, 2, at_most(limit))[1][1].count("stablehlo.all_reduce")
