@@ -184,13 +184,7 @@ class StepTracer:
 
         def trace(written: Any, read: Any, data: Batch) -> tuple[()]:
             rows = jax.tree.leaves(data)[0].shape[0]
-            facts = StepFacts(
-                mesh=self._mesh,
-                rows=rows,
-                is_retrace=kind.is_retrace,
-                has_all_rows=kind.has_all_rows,
-                sums_later=kind.sums_later,
-            )
+            facts = StepFacts(mesh=self._mesh, rows=rows, **vars(kind))
             step = StepContext(facts=facts)
             self._notes = step.notes
 

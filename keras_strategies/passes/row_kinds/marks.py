@@ -53,11 +53,9 @@ USED = (GRADIENT, SHARE, WEIGHT, STATE, LOG, COUNT)
 """Marks of values that training uses."""
 
 
+# Marks an array in the current trace with a name, a constant of this module,
+# and returns the same array.
 mark = checkpoint_name
-"""Marks an array in the current trace with a name: a constant of this module.
-
-It returns the same array.
-"""
 
 
 def mark_both_ways(value: Array, name: str) -> jax.Array:
