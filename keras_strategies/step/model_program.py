@@ -182,10 +182,10 @@ class ModelProgram:
         self, is_stacked: bool, written: Group, read: Group, data: Batch
     ) -> tuple[Any, ...]:
         """Runs the step on each replica's rows of one or of several batches."""
-        traced = self._router.find_record(data, is_stacked).traced
-        # Only train and test steps end with sums.
-        has_rows = self._returns_rows
-        step = traced if has_rows else traced.combining_sums(self._mesh)
+        step = self._router.find_record(data, is_stacked).traced
+        if not self._returns_rows:
+            # Train and test steps end with sums.
+            step.combine_sums(self._mesh)
         body = self._map_step(step, self._mapped_layout, stacked=is_stacked)
         return body(written, read, data)
 

@@ -1,6 +1,5 @@
 """Traces a function once, and changes the trace before it is computed."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,14 +37,12 @@ class Traced:
         self.jaxpr = expand_tapes(jaxpr)
         self._compute = jaxpr_as_fun(self.jaxpr)
 
-    def combining_sums(self, mesh: ReplicaMesh) -> Callable[..., Any]:
-        """Returns the function with fewer sums, if they are expensive."""
-        if not are_sums_expensive(mesh):
-            return self
-        compute = with_combined_sums(
-            self.jaxpr, mesh.all_replicas, choose_buffering(mesh)
-        )
-        return functools.partial(self._call, compute)
+    def combine_sums(self, mesh: ReplicaMesh) -> "Traced":
+        """Makes it compute fewer sums, if they are expensive; returns itself."""
+        if are_sums_expensive(mesh):
+            axis, buffering = mesh.all_replicas, choose_buffering(mesh)
+            self._compute = with_combined_sums(self.jaxpr, axis, buffering)
+        return self
 
     def shard(self, mesh: ReplicaMesh) -> None:
         """Prepares the trace for XLA, which shards it over all devices."""
@@ -59,11 +56,8 @@ class Traced:
 
     def __call__(self, *args: Tree) -> Tree:
         """Computes the function from its trace."""
-        return self._call(self._compute, *args)
-
-    def _call(self, compute: Callable[..., Any], *args: Tree) -> Tree:
         collect(self.updates)
-        leaves = compute(*jax.tree.leaves(args))
+        leaves = self._compute(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(self.shapes), leaves)
 
 
@@ -78,7 +72,7 @@ def combine_sums(
     def call_combined(*args: Tree) -> Tree:
         if not (are_sums_expensive(mesh) or may_have_tapes()):
             return fn(*args)
-        return Traced(fn, *args).combining_sums(mesh)(*args)
+        return Traced(fn, *args).combine_sums(mesh)(*args)
 
     return call_combined
 

@@ -18,6 +18,8 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.cli.main import main
+from keras_strategies.hooks import metric_rules
+from keras_strategies.passes.row_kinds import marks
 from keras_strategies.planning.capture import processes
 from keras_strategies.planning.capture.request import Request
 from keras_strategies.planning.capture.worker import Worker
@@ -77,6 +79,7 @@ class Recorder:
         are those of the file that called these. Equal pairs are recorded once:
         a loop over variables or equations goes one way. Helpers, properties and
         what `INTERPRETER` calls are not recorded.
+      begun: The parts that were called.
     """
 
     def __init__(self, first=None, last=None, parts=()):
@@ -84,7 +87,7 @@ class Recorder:
         self._first, self._last = first, last
         self._has_begun, self._has_ended = first is None, False
         self._parts, self._stacks = list(parts), {}
-        self._begun = set()
+        self.begun = set()
 
     def __enter__(self):
         # A generator that is collected is called once more, to be closed.
@@ -144,11 +147,11 @@ class Recorder:
         code = frame.f_code
         name = find_file(code.co_filename)
         part = name, getattr(code, "co_qualname", code.co_name)
-        if part in self._parts and self._parts.index(part) <= len(self._begun):
-            if caller and (not self._begun or caller == name):
+        if part in self._parts and self._parts.index(part) <= len(self.begun):
+            if caller and (not self.begun or caller == name):
                 # It begins where Keras, or another file, calls this one.
                 self.entries[before, caller] = None
-            self._begun.add(part)
+            self.begun.add(part)
             is_in = True
         elif name is None or is_apart(name, frame):
             stack.append((caller, before, is_in))
@@ -202,6 +205,22 @@ def check(title, files):
     assert [file for file in files if file in listed] == listed
 
 
+# Entries and returns. They may only fall.
+COUNTS = {
+    "A row of data": (30, 11),
+    "A gradient": (8, 1),
+    "A loss": (8, 1),
+}
+
+
+def check_counts(title, recorder):
+    """The page's table has the numbers of a walk, and they have not grown."""
+    counts = len(recorder.entries), len(recorder.returns)
+    assert counts == COUNTS[title], list(recorder.entries)
+    row = rf"^\| {title.lower()} \| .* \| {counts[0]} / {counts[1]} \|$"
+    assert re.search(row, PAGE.read_text("utf-8"), re.M)
+
+
 def rooms_left(listed):
     """The room of each file whose next one is in another room."""
     rooms = [file.rpartition("/")[0] for file in listed]
@@ -211,15 +230,20 @@ def rooms_left(listed):
 
 def test_the_walk_of_a_row():
     model = compiled()
-    with Recorder(last="spmd/dispatch.py") as recorder:
+    parts = [
+        ("fit/binding.py", "Binding._make_feed"),
+        ("step/step_functions.py", "_read_execution"),
+    ]
+    with Recorder(last="spmd/dispatch.py", parts=parts) as recorder:
         fit(model)
     rooms = ("fit", "data", "spmd", "step")
     check("A row of data", [f for f in recorder.files if f.startswith(rooms)])
+    check_counts("A row of data", recorder)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("title", "maximum"), [("A row of data", 20), ("A plan", 14)]
+    ("title", "maximum"), [("A row of data", 15), ("A plan", 14)]
 )
 def test_a_walk_goes_back_to_no_room_and_is_short(title, maximum):
     listed = walk(title)
@@ -254,35 +278,45 @@ def test_the_walk_of_a_variable():
     check("A variable", recorder.files)
 
 
-@pytest.mark.parametrize(
-    ("title", "parts", "maximum"),
-    [
-        (
-            "A gradient",
-            [
-                ("hooks/optimizer_hooks.py", "stateless_apply"),
-                ("step/traced.py", "Traced.combining_sums"),
-                ("spmd/buffers.py", "with_combined_sums.<locals>.compute"),
-            ],
-            (8, 1),
-        ),
-        (
-            "A loss",
-            [
-                ("hooks/loss_hooks.py", "compute_loss"),
-                ("step/router.py", "Router._analyze"),
-                ("step/route.py", "decide"),
-            ],
-            (8, 1),
-        ),
+PARTS = {
+    "A gradient": [
+        ("hooks/optimizer_hooks.py", "stateless_apply"),
+        ("step/traced.py", "Traced.combine_sums"),
+        ("spmd/buffers.py", "with_combined_sums.<locals>.compute"),
     ],
-)
-def test_the_walk_through_a_step(title, parts, maximum):
+    "A loss": [
+        ("hooks/loss_hooks.py", "compute_loss"),
+        ("step/router.py", "Router._analyze"),
+        ("step/route.py", "decide"),
+    ],
+}
+
+
+@pytest.mark.parametrize("title", PARTS)
+def test_the_walk_through_a_step(title):
     model = compiled()
-    with Recorder(parts=parts) as recorder:
+    with Recorder(parts=PARTS[title]) as recorder:
         fit(model)
+    assert recorder.begun == set(PARTS[title])
     assert [file for _, file in recorder.entries] == walk(title)
-    assert (len(recorder.entries), len(recorder.returns)) == maximum
+    check_counts(title, recorder)
+
+
+def test_a_recorder_counts_entries_and_returns(monkeypatch):
+    """A call that a file gets back from another one is a return."""
+
+    def mixes_rows(*args):
+        marks.mark_both_ways(1.0, marks.VALUES)
+        return original(*args)
+
+    original = metric_rules.mixes_rows
+    monkeypatch.setattr(metric_rules, "mixes_rows", mixes_rows)
+    with Recorder(parts=PARTS["A loss"][:1]) as recorder:
+        fit(compiled())
+    calls = {("hooks/loss_hooks.py", INTERPRETER)}
+    calls.add(("hooks/metric_rules.py", INTERPRETER))
+    assert calls < set(recorder.entries)
+    assert len(calls.intersection(recorder.returns)) == 1
 
 
 def test_the_walk_of_a_checkpoint(tmp_path):

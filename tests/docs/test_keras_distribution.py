@@ -9,9 +9,7 @@ import pytest
 
 import keras_strategies as ks
 
-DOCUMENT = (
-    pathlib.Path(__file__).parents[2] / "docs" / "keras_distribution.md"
-)
+DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "keras_distribution.md"
 SCRIPTS = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
 
 
