@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from keras_strategies.passes.constrained_operations import (
     leave_out_open_constraints,
@@ -137,8 +137,7 @@ class ReplicaMesh:
         if self.marker is not None:
             shape.append(1)
             axes.append(self.marker)
-        devices = np.array(self.devices, dtype=object)
-        return Mesh(devices.reshape(shape), tuple(axes))
+        return make_mesh(self.devices, axes, shape)
 
     @functools.cached_property
     def whole(self) -> NamedSharding:
@@ -387,3 +386,11 @@ def standardize_reduce_dtype(raw: Any) -> str | None:
             "gradients in it, or None to use the dtype of the gradients."
         )
     return dtype
+
+
+def make_mesh(
+    devices: Sequence[jax.Device], axes: Sequence[str], shape: Any = -1
+) -> Mesh:
+    """Returns a JAX mesh over whose axes XLA partitions automatically."""
+    array = np.array(devices, dtype=object).reshape(shape)
+    return Mesh(array, tuple(axes), (AxisType.Auto,) * len(axes))

@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_strategies._types import Array, Tree
 from keras_strategies.spmd.dispatch import dispatch
-from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.spmd.mesh import ReplicaMesh, make_mesh
 
 STACKED = "stacked"
 """Component i is entry i of the first dimension."""
@@ -252,7 +252,7 @@ def _copies(array: jax.Array, mesh: ReplicaMesh) -> tuple[Any, ...]:
         local = [parts[device] for device in devices if device in parts]
         if any(spec):
             # A replica's copy is one array, sharded over the cores.
-            submesh = Mesh(np.array(devices, dtype=object), (mesh.model_axis,))
+            submesh = make_mesh(devices, (mesh.model_axis,))
             copy = jax.make_array_from_single_device_arrays(
                 array.shape, NamedSharding(submesh, spec), local
             )

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+import jax
+
 from keras_strategies.passes.traces import check_untransformed
 from keras_strategies.strategy.runtime import Runtime
 
@@ -106,15 +108,25 @@ def replica_context(strategy: AnyStrategy, context: object) -> Iterator[None]:
         stack.entered.pop()
 
 
-def check_not_mixing(strategy: object) -> None:
-    """Raises if another strategy's scope is open.
+def check_not_mixing(strategy: AnyStrategy) -> None:
+    """Raises if another strategy's scope is open, or a mesh of the user's.
 
     Raises:
-      RuntimeError: if this thread is in the scope of another strategy.
+      RuntimeError: if this thread is in the scope of another strategy, or of
+        `jax.set_mesh` with a mesh other than the strategy's.
     """
     entered = get_entered_strategy()
     if entered is not None and entered is not strategy:
         refuse_mixing(strategy, repr(entered))
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or stack.replicas:
+        return
+    if mesh != strategy._runtime.mesh.mesh.abstract_mesh:
+        raise RuntimeError(
+            "While a strategy is used, JAX must have no other mesh than the "
+            f"strategy's. Received: a mesh of shape {dict(mesh.shape)}, set by "
+            "`jax.set_mesh`. Leave its block, or remove the call."
+        )
 
 
 def refuse_mixing(strategy: object, other: str) -> NoReturn:

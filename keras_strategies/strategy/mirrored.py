@@ -58,7 +58,11 @@ class MirroredStrategy(CompileOnlyStrategy):
             )
         mesh = dry_run.find_mesh(lambda: _make_mesh(devices))
         super().__init__(mesh, variable_partitioner=variable_partitioner)
-        if devices is None and mesh.platform == "cpu" and mesh.num_replicas == 1:
+        if (
+            devices is None
+            and mesh.platform == "cpu"
+            and mesh.num_replicas == 1
+        ):
             _report_single_cpu()
         if os.environ.get("TF_CONFIG"):
             # Imported here because it takes a tenth of the import time.

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from keras.src.backend.common.name_scope import current_path
 
 from keras_strategies._types import Array, Shape
@@ -26,7 +26,7 @@ from keras_strategies.cluster.exchange.same_variables import Note
 from keras_strategies.cluster.user_code import locate_frame
 from keras_strategies.passes.traces import is_tracing
 from keras_strategies.spmd.dispatch import dispatch
-from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.spmd.mesh import ReplicaMesh, make_mesh
 
 # Up to this number of bytes, a value is sent in a message of the chief, which
 # takes less time than a program.
@@ -321,7 +321,7 @@ def _split(mesh: ReplicaMesh) -> NamedSharding:
     """
     if mesh.cores_per_replica == 1:
         return mesh.split
-    devices = Mesh(np.array(mesh.devices, dtype=object), (mesh.axis,))
+    devices = make_mesh(mesh.devices, (mesh.axis,))
     return NamedSharding(devices, PartitionSpec(mesh.axis))
 
 

@@ -8,6 +8,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from keras.src.losses import loss as loss_module
 
 import keras_strategies as ks
@@ -520,3 +521,43 @@ def test_bound_model_trained_in_another_thread():
     assert errors == []
     assert results == [4]
     assert all(np.isfinite(w).all() for w in model.get_weights())
+
+
+def compile_dense(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_set_by_the_user_is_refused(kind):
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    model = compile_dense(strategy)
+    x, y = np.zeros((4, 3), "float32"), np.zeros((4, 2), "float32")
+    model.fit(x, y, verbose=0)
+    calls = (
+        lambda: model.fit(x, y, verbose=0),
+        lambda: model.evaluate(x, y, verbose=0),
+        lambda: model.predict(x, verbose=0),
+        lambda: model.train_on_batch(x, y),
+        lambda: strategy.run(lambda: None),
+        lambda: compile_dense(strategy),
+    )
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+    message = r"Received: a mesh of shape \{'x': 4\}, set by `jax.set_mesh`"
+    for call in calls:
+        with jax.set_mesh(mesh), pytest.raises(RuntimeError, match=message):
+            call()
+        call()
+
+
+def test_a_mesh_set_in_a_scope_is_refused():
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = compile_dense(strategy)
+        with (
+            jax.set_mesh(jax.make_mesh((4,), ("x",))),
+            pytest.raises(RuntimeError, match="Leave its block"),
+        ):
+            model.fit(np.zeros((4, 3)), np.zeros((4, 2)), verbose=0)

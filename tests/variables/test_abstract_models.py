@@ -566,5 +566,6 @@ def test_a_large_model_takes_no_memory():
     with contextlib.redirect_stdout(out):
         strategy.describe(model)
     # A device's shares of the kernels and slots, which are not there yet.
-    shares = 15 * 134.217728
+    shares = 5 * 134.217728
     assert re.search(rf"16384,16384.*{shares:,.3f}", out.getvalue())
+    assert re.search(rf"slots .*{2 * shares:,.3f}", out.getvalue())
