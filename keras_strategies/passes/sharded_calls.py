@@ -1,12 +1,12 @@
 """The equations that can compute with shards of their operands.
 
 These are calls, loops (`jax.lax.scan`) over the first dimension of values,
-casts, names, stacks, and sums. The other equations gather shards just before
-they are computed.
+casts, names, stacks, lookups and sums. The other equations gather shards just
+before they are computed.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -15,15 +15,27 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_strategies._types import Array
+from keras_strategies.passes.lookups import (
+    adds_rows,
+    find_lookup,
+    find_row_sum,
+    is_float,
+)
 from keras_strategies.passes.specs import Sharded
 from keras_strategies.passes.stages import (
+    is_reference,
     references,
     scan_operands,
     variables,
+    with_consts_as_inputs,
 )
 
 Gathered = tuple[Var, ...]
 """A variable, followed by the variables that it was cast from."""
+
+_MANY = 4
+"""A table is cast before a lookup if the replicas look up more rows than one in
+this many."""
 
 _REMATERIALIZED = ("remat2", "remat", "checkpoint")
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -66,7 +78,31 @@ def slice_spec(spec: Sharded) -> Sharded:
     return Sharded(sliced, spec.dim - 1, spec.sum_dtype)
 
 
-def compute_loop(
+def compute_call(
+    equation: JaxprEqn,
+    operands: Sequence[Array],
+    inner: Callable[..., list[Any]],
+) -> list[Any]:
+    """Computes a call or a loop with another function.
+
+    Args:
+      equation: The call, or the loop.
+      operands: Its operands.
+      inner: A function of the operands, or a loop's body.
+
+    Returns:
+      The results of the equation.
+    """
+    if is_loop(equation):
+        return _compute_loop(equation, operands, inner)
+    if not is_rematerialized(equation):
+        return inner(*operands)
+    traced = jax.make_jaxpr(inner)(*operands)
+    params = equation.params | {"jaxpr": with_consts_as_inputs(traced)}
+    return equation.primitive.bind(*traced.consts, *operands, **params)
+
+
+def _compute_loop(
     equation: JaxprEqn,
     operands: Sequence[Array],
     body: Callable[..., list[Any]],
@@ -161,6 +197,13 @@ def is_rematerialized(equation: JaxprEqn) -> bool:
     return equation.primitive.name in _REMATERIALIZED
 
 
+def is_plain(variable: Var) -> bool:
+    """Returns whether a value is neither a random key nor a reference."""
+    array: Any = variable.aval
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    return not is_key and not is_reference(variable)
+
+
 def gathers_again(equation: JaxprEqn) -> bool:
     """Returns whether an equation's body gathers what it reads by itself."""
     return is_rematerialized(equation) or is_loop(equation)
@@ -193,12 +236,49 @@ def keeps_shards(equation: JaxprEqn) -> bool:
 
 def sums_shards(equation: JaxprEqn) -> bool:
     """Returns whether a result's sum can be computed from operands' sums."""
-    return adds(equation) or names(equation) or unstacks(equation)
+    is_plain = adds(equation) or names(equation) or unstacks(equation)
+    return is_plain or adds_rows(equation)
+
+
+def find_lookups(
+    equations: Sequence[Any], specs: dict[Var, Sharded]
+) -> dict[Var, tuple[Var, int]]:
+    """Finds the lookups that are computed in the columns of sharded values.
+
+    Args:
+      equations: The equations, in their order.
+      specs: The specs of sharded values.
+
+    Returns:
+      A dict from the result of each lookup to the variable in whose columns it
+      is computed, and to the dimension of the result that contains the columns.
+      The variable is the table before it is cast, if the replicas look up few
+      of its rows.
+    """
+    tables = {v: (v, spec) for v, spec in specs.items()}
+    found: dict[Var, tuple[Var, int]] = {}
+    for equation in equations:
+        read = variables(equation.invars[:1])
+        if not read or read[0] not in tables:
+            continue
+        table: Any
+        result: Any = equation.outvars[0]
+        table, spec = tables[read[0]]
+        if casts(equation) or names(equation):
+            is_same = is_float(table) and is_float(result)
+            tables[result] = (table if is_same else result), spec
+        dim = find_lookup(equation, spec)
+        if dim is not None:
+            size = result.aval.size * spec.count * _MANY
+            is_few = size < table.aval.size
+            found[result] = (table if is_few else read[0]), dim
+    return found
 
 
 def find_gathers(
     equations: Sequence[Any],
     sharded: set[Var],
+    lookups: Set[Var],
     *,
     casts: Callable[[Any], bool],
     gathers_again: Callable[[Any], bool],
@@ -216,6 +296,7 @@ def find_gathers(
     Args:
       equations: The equations, in their order.
       sharded: The variables of which only this replica's shard is available.
+      lookups: Results of equations that do not gather their first operand.
       casts: A function that returns whether an equation casts its operand to
         another dtype. Casts are applied to shards, before they are gathered.
       gathers_again: A function that returns whether an equation gathers its
@@ -233,6 +314,8 @@ def find_gathers(
             cast = equation.outvars[0]
             origins[cast] = cast, *origins[operands[0]]
             continue
+        if not lookups.isdisjoint(equation.outvars):
+            operands = operands[1:]
         reads[place] = [v for v in dict.fromkeys(operands) if v in origins]
         if not gathers_again(equation):
             holders.update(reads[place])
@@ -252,9 +335,9 @@ def find_scattered(
 ) -> dict[Var, Sharded]:
     """Finds the variables whose sums are scattered where they are computed.
 
-    These are results of called functions, and sums or names of such results. An
-    example is the gradient of a weight that several rematerialized functions
-    read.
+    These are results of called functions, gradients of lookups, and sums or
+    names of such results. An example is the gradient of a weight that several
+    rematerialized functions read.
     """
     makers = {v: e for e in equations for v in e.outvars}
     places: dict[Var, Sharded] = {}
@@ -275,6 +358,8 @@ def find_scattered(
         if is_loop(maker):
             position = maker.outvars.index(variable)
             is_inner = returns_slices(maker, position, spec)
+        if adds_rows(maker):
+            is_inner = find_row_sum(maker, makers, spec) is not None
         if unstacks(maker):
             is_inner = _sinks_all(maker, read, uses) and sink(
                 maker.invars[0], stacked_spec(spec)

@@ -15,7 +15,7 @@ References:
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from keras_strategies._types import Array, Equation
+from keras_strategies.passes.lookups import Lookups, adds_rows, expose_lookups
 from keras_strategies.passes.sharded_calls import (
     Gathered,
-    compute_loop,
+    compute_call,
     find_gathers,
+    find_lookups,
     find_scattered,
     gathers_again,
     is_call,
     is_loop,
+    is_plain,
     is_rematerialized,
     keeps_shards,
     names,
@@ -43,45 +46,11 @@ from keras_strategies.passes.sharded_calls import (
     unstack_values,
     unstacks,
 )
-from keras_strategies.passes.specs import Sharded
+from keras_strategies.passes.specs import Exchange, Sharded
 from keras_strategies.passes.stages import (
     compute_equations,
-    is_reference,
     variables,
-    with_consts_as_inputs,
 )
-
-
-class Exchange(Protocol):
-    """The collectives that gather and scatter sharded values."""
-
-    def gather(self, shard: Array, spec: Sharded) -> Array:
-        """Gathers a value from the replicas' shards.
-
-        Returns:
-          An array of the value's shape.
-        """
-        ...
-
-    def scatter(self, value: Array, spec: Sharded) -> Array:
-        """Returns this replica's shard of the sum of the replicas' values.
-
-        Returns:
-          An array whose size in dimension `spec.dim` is that of one shard.
-        """
-        ...
-
-    def cut(self, value: Array, spec: Sharded) -> Array:
-        """Returns this replica's shard of a replicated value.
-
-        Returns:
-          An array whose size in dimension `spec.dim` is that of one shard.
-        """
-        ...
-
-    def note_loop(self) -> None:
-        """Notes a loop whose body gathers or scatters."""
-        ...
 
 
 class ShardedInterpreter:
@@ -100,6 +69,7 @@ class ShardedInterpreter:
         self._full: dict[Var, Any] = {}
         self._shards: dict[Var, tuple[Any, Sharded]] = {}
         self._sums: dict[Var, Any] = {}
+        self._lookups = Lookups([], exchange, self.full)
 
     def set_replicated(self, variable: Var, value: Array) -> None:
         """Sets the full value of a replicated variable."""
@@ -128,6 +98,8 @@ class ShardedInterpreter:
         if self.is_sharded(variable):
             shard, spec = self._shards[variable]
             self._full[variable] = self._exchange.gather(shard, spec)
+        elif variable in self._lookups and variable not in self._full:
+            self._full[variable] = self._lookups.join(variable)
         return self._full[variable]
 
     def shard(self, variable: Var | Literal, spec: Sharded) -> Array:
@@ -167,12 +139,17 @@ class ShardedInterpreter:
             read twice appears twice.
           scattered: The specs of those outputs that are read only with `sum`.
         """
+        specs = {v: spec for v, (_, spec) in self._shards.items()}
+        equations = expose_lookups(equations, outputs, [*specs, *scattered])
         read = [v for e in equations for v in e.invars]
         uses = Counter(variables([*read, *outputs]))
+        lookups = find_lookups(equations, specs)
+        self._lookups = Lookups(equations, self._exchange, self.full)
         places = find_scattered(equations, scattered, uses)
         gathers = find_gathers(
             equations,
             {v for v in self._shards if v not in self._full},
+            lookups.keys(),
             casts=keeps_shards,
             gathers_again=gathers_again,
         )
@@ -192,15 +169,22 @@ class ShardedInterpreter:
                     free = [] if self._tie(equation, free) else free
             if self._pass_on(equation):
                 continue
-            is_sum = sums_shards(equation) and equation.outvars[0] in places
-            is_entered = not is_sum and self._is_entered(equation, places)
             reads_shards = any(map(self.is_sharded, equation.invars))
+            is_sum = sums_shards(equation) and equation.outvars[0] in places
+            is_lookup = reads_shards and any(
+                v in lookups for v in equation.outvars
+            )
+            is_entered = not is_sum and self._is_entered(equation, places)
             if is_entered or is_sum or reads_shards:
                 self._flush(pending, uses)
             if is_entered:
                 self._enter(equation, places)
             elif is_sum:
                 self._sum(equation, places)
+            elif is_lookup:
+                table, dim = lookups[equation.outvars[0]]
+                shard, _ = self._shards[table]
+                self._lookups.look_up(equation, shard, dim)
             else:
                 pending.append(equation)
         self._flush(pending, uses)
@@ -233,7 +217,7 @@ class ShardedInterpreter:
         others = [
             v
             for v in dict.fromkeys(read)
-            if v in self._full and v not in self._shards and _is_plain(v)
+            if v in self._full and v not in self._shards and is_plain(v)
         ]
         shards = [
             next(v for v in origins if v in self._shards)
@@ -255,6 +239,8 @@ class ShardedInterpreter:
 
     def _pass_on(self, equation: Equation) -> bool:
         """Computes a cast, name or stack of shards; returns whether it did."""
+        if self._lookups.cast(equation):
+            return True
         if not keeps_shards(equation):
             return False
         if not all(map(self.is_sharded, equation.invars)):
@@ -283,6 +269,9 @@ class ShardedInterpreter:
             (stacked,) = equation.invars
             parts = unstack_values(self.sum(stacked, stacked_spec(spec)))
             self._sums.update(zip(equation.outvars, parts, strict=True))
+            return
+        if adds_rows(equation):
+            self._sums[equation.outvars[0]] = self._lookups.sum(equation, spec)
             return
         first, *others = (self.sum(v, spec) for v in equation.invars)
         self._sums[equation.outvars[0]] = sum(others, first)
@@ -336,19 +325,9 @@ class ShardedInterpreter:
         def inner(*operands: Array) -> list[Any]:
             return self._call(equation, operands, *inner_specs)
 
-        operands = [value for value, _ in entering]
         if is_loop(equation):
             self._exchange.note_loop()
-            results = compute_loop(equation, operands, inner)
-        elif not is_rematerialized(equation):
-            results = inner(*operands)
-        else:
-            traced = jax.make_jaxpr(inner)(*operands)
-            jaxpr = with_consts_as_inputs(traced)
-            params = equation.params | {"jaxpr": jaxpr}
-            results = equation.primitive.bind(
-                *traced.consts, *operands, **params
-            )
+        results = compute_call(equation, [v for v, _ in entering], inner)
         for variable, spec, result in zip(
             equation.outvars, out_specs, results, strict=True
         ):
@@ -387,10 +366,3 @@ class ShardedInterpreter:
             values.full(v) if spec is None else values.sum(v, spec)
             for v, spec in zip(jaxpr.outvars, out_specs, strict=True)
         ]
-
-
-def _is_plain(variable: Var) -> bool:
-    """Returns whether a value is neither a random key nor a reference."""
-    array: Any = variable.aval
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
-    return not is_key and not is_reference(variable)

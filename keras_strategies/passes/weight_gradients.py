@@ -11,7 +11,7 @@
 
 import collections
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,8 @@ from keras_strategies.passes.stages import (
 
 _MOVES = names_in("transpose reshape squeeze expand_dims copy neg add_any")
 """Primitives that compute the same before a cast as after it."""
-_SUMS = names_in("reduce_sum scatter-add scatter_add")
+_ADDED_ROWS = names_in("scatter-add scatter_add")
+_SUMS = names_in("dot_general reduce_sum") + _ADDED_ROWS
 """Primitives that sum in the dtype of their operands."""
 
 
@@ -42,7 +43,7 @@ def rewrite_gradients(traced: ClosedJaxpr) -> ClosedJaxpr:
 
 def _rewrite_program(program: Jaxpr) -> Sequence[Any]:
     outputs = variables(program.outvars)
-    widened = _Widening(program.eqns, outputs).widen()
+    widened = _Widening(program.eqns, outputs, _SUMS).widen()
     return _fold_transposes(widened, outputs)
 
 
@@ -125,16 +126,30 @@ def _replace_equations(
     return list(itertools.chain.from_iterable(parts))
 
 
+def widen_added_rows(
+    equations: Sequence[Any], outputs: Sequence[Var]
+) -> Sequence[Any]:
+    """Moves casts of gradients before the sums of rows that were looked up."""
+    return _Widening(equations, outputs, _ADDED_ROWS).widen()
+
+
 class _Widening:
     """Moves casts of gradients to float32 before the sums over rows.
 
     Args:
       equations: The equations of a program.
       outputs: Its results.
+      sums: The primitives of the sums.
     """
 
-    def __init__(self, equations: Sequence[Any], outputs: Sequence[Var]):
+    def __init__(
+        self,
+        equations: Sequence[Any],
+        outputs: Sequence[Var],
+        sums: Collection[str],
+    ) -> None:
         self._equations = equations
+        self._sums = sums
         self._makers = _find_makers(equations, outputs)
         self._changed: dict[int, list[Any]] = {}
 
@@ -154,7 +169,7 @@ class _Widening:
         if maker is None:
             return False
         name = maker.primitive.name
-        if name in ("dot_general", *_SUMS):
+        if name in self._sums:
             return True
         return name in _MOVES and any(map(self._is_sum, maker.invars))
 

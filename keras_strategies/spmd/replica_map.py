@@ -113,16 +113,46 @@ class ShardExchange:
 
     def scatter(self, value: jax.Array, spec: Sharded) -> jax.Array:
         """Returns this replica's shard of the sum of the replicas' values."""
-        groups = self._mesh.replica_axes[:-1]
 
         def scatter(part: jax.Array) -> jax.Array:
             sent = part.astype(spec.sum_dtype or part.dtype)
-            shard = self._scatter_in_group(sent, spec)
-            if groups:
-                shard = jax.lax.psum(shard, groups)
+            shard = self._sum_groups(self._scatter_in_group(sent, spec))
             return shard.astype(part.dtype)
 
         return self._by_core(scatter, spec)(value)
+
+    def gather_ids(self, ids: jax.Array) -> jax.Array:
+        """Returns the ids of all replicas that share a table's columns."""
+
+        def gather(ids: jax.Array) -> jax.Array:
+            return jax.lax.all_gather(ids, self._mesh.axis)
+
+        return self._by_core(gather, None)(ids)
+
+    def swap(self, value: jax.Array, split: int, stack: int) -> jax.Array:
+        """Sends slice i along dimension `split` to the i-th replica."""
+
+        def swap(value: jax.Array) -> jax.Array:
+            # The first dimension is split and stacked, so that XLA chooses when
+            # to transpose.
+            first = jnp.moveaxis(value, split, 0)
+            received = jax.lax.all_to_all(first, self._mesh.axis, 0, 0)
+            return jnp.moveaxis(received, 0, stack)
+
+        return self._by_core(swap, None)(value)
+
+    def sum_shards(self, shard: jax.Array, spec: Sharded) -> jax.Array:
+        """Returns the sum of a shard over the groups of replicas."""
+
+        def add_up(part: jax.Array) -> jax.Array:
+            sent = part.astype(spec.sum_dtype or part.dtype)
+            return self._sum_groups(sent).astype(part.dtype)
+
+        return self._by_core(add_up, spec)(shard)
+
+    def _sum_groups(self, value: jax.Array) -> jax.Array:
+        groups = self._mesh.replica_axes[:-1]
+        return jax.lax.psum(value, groups) if groups else value
 
     def _scatter_in_group(self, value: jax.Array, spec: Sharded) -> jax.Array:
         mesh, dim = self._mesh, spec.dim
@@ -159,19 +189,21 @@ class ShardExchange:
         keep_out_of_cache(self._mesh)
 
     def _by_core(
-        self, fn: Callable[[jax.Array], jax.Array], spec: Sharded
+        self, fn: Callable[[jax.Array], jax.Array], spec: Sharded | None
     ) -> Callable[[jax.Array], jax.Array]:
         """Maps a function over a replica's cores and their parts of an array.
 
         Args:
           fn: A function that works entry by entry along the dimension that is
             sharded over the cores.
-          spec: The spec of the array.
+          spec: The spec of the array; None if each core has all of it.
         """
         if self._mesh.cores_per_replica == 1:
             return fn
         model = self._mesh.model_axis
-        axes = [a if a == model else None for a in spec.sharding.spec]
+        axes: list[str | None] = []
+        if spec is not None:
+            axes = [a if a == model else None for a in spec.sharding.spec]
         cores = PartitionSpec(*axes)
         return jax.shard_map(
             fn,

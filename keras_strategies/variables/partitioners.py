@@ -24,6 +24,10 @@ MIN_SIZE = 2**14
 
 Dimension = int | None
 
+_TABLES = ("embeddings", "lora_embeddings_a")
+"""Names of matrices whose rows are looked up, in Keras's `Embedding` and in the
+classes derived from it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class FullySharded:
@@ -33,7 +37,9 @@ class FullySharded:
     fully sharded data parallelism. A step gathers a weight where a layer reads
     it. Results equal those with replicated variables. A variable is sharded
     along the first dimension whose size is a multiple of `shards` and that no
-    `layout_map` shards over a replica's cores.
+    `layout_map` shards over a replica's cores. A table (a matrix with the name
+    `embeddings`) is sharded along the last such dimension instead, so that its
+    rows can be looked up without gathering it.
 
     Args:
       shards: The number of replicas in a group. Consecutive replicas form a
@@ -214,7 +220,7 @@ class Partitioner:
         if isinstance(partitioner, FullySharded):
             if math.prod(shape) < partitioner.min_size:
                 return None
-            return self._find_first(shape, over_cores)
+            return self._find_dimension(path, shape, over_cores)
         try:
             if self._is_named:
                 answer = partitioner(shape=shape, dtype=dtype)
@@ -276,12 +282,12 @@ class Partitioner:
         if math.prod(shape) < partitioner.min_size:
             minimum = f"{partitioner.min_size:,}"
             return "small", f"It has fewer entries than min_size={minimum}."
-        if self._find_first(shape) is None:
+        if self._find_dimension("", shape) is None:
             return (
                 "indivisible",
                 f"No dimension is a multiple of the {self.shards} shards.",
             )
-        if self._find_first(shape, over_cores) is None:
+        if self._find_dimension("", shape, over_cores) is None:
             return (
                 "over cores",
                 "Every dimension that is a multiple of the "
@@ -291,15 +297,17 @@ class Partitioner:
             return "weight", "Only its slots are sharded."
         return None
 
-    def _find_first(
-        self, shape: tuple[int, ...], over_cores: Sequence[Any] = ()
+    def _find_dimension(
+        self, path: str, shape: tuple[int, ...], over_cores: Sequence[Any] = ()
     ) -> Dimension:
-        free = (
+        """Returns the first dimension that fits; the columns, for a table."""
+        free = [
             dim
             for dim, size in enumerate(shape)
             if self._fits(size) and not any(over_cores[dim : dim + 1])
-        )
-        return next(free, None)
+        ]
+        is_table = len(shape) == 2 and path.split("/")[-1] in _TABLES
+        return next(iter(free[::-1] if is_table else free), None)
 
     def _fits(self, size: int) -> bool:
         return size > 0 and size % self.shards == 0

@@ -390,3 +390,33 @@ def run_cases(names, shards):
         leaves = [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(result)]
         found[name] = {"leaves": leaves, "divided": divided}
     return found
+
+
+def look_up(words, width, steps, rows=8):
+    """Returns a table after steps of Adam, and the collectives of a step.
+
+    All replicas share the table by columns.
+    """
+    ids = np.random.default_rng(2).integers(0, words, (rows, 3)).astype("int32")
+    y = np.tanh(np.arange(rows, dtype="float32"))[:, None]
+    tables, kinds = [], []
+    sharded = made(len(jax.devices()))
+    for strategy in (sharded, ks.OneDeviceStrategy("cpu:0")):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            table = keras.layers.Embedding(words, width)
+            pool = keras.layers.GlobalAveragePooling1D()
+            inputs = keras.Input((3,), dtype="int32")
+            model = keras.Model(inputs, dense(1)(pool(table(inputs))))
+            model.compile(keras.optimizers.Adam(0.01, epsilon=0.01), "mse")
+        if strategy is sharded:
+            shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (ids, y)]
+            program = strategy.compile_step(model, tuple(shapes))
+            kinds = [kind for kind, n in program.collectives.items() if n]
+        model.fit(
+            ids, y, batch_size=rows, epochs=steps, shuffle=False, verbose=0
+        )
+        tables.append(np.asarray(table.embeddings))
+    found, expected = tables
+    error = float(np.abs(found - expected).max())
+    return {"error": error, "kinds": kinds, "sum": float(found.sum())}

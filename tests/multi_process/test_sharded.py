@@ -98,6 +98,7 @@ def found(directory):
         "large": (64,),
         "refused": (),
         "find_collectives": (),
+        "look_up": (1000, 16, 4),
     }
     values = values_of_each(
         2, *((f"{ROOM}:{name}", *args) for name, args in calls.items())
@@ -226,3 +227,20 @@ def test_large_shards_equal_one_device_after_many_steps(size):
 def test_a_pause_of_one_process_waits():
     losses = values_of(f"{ROOM}:pause", 2, 40, devices=1)
     assert losses == values_of(f"{ROOM}:pause", 2, 0, devices=1)
+
+
+def compare_tables(values):
+    first, second = values
+    assert first == second
+    assert first["error"] < 3e-5
+    assert "all-to-all" in first["kinds"]
+
+
+def test_processes_exchange_rows_of_tables(found):
+    compare_tables(found["look_up"])
+
+
+@pytest.mark.slow
+def test_processes_exchange_many_rows_in_many_steps():
+    args = 200_000, 64, 100, 20_000
+    compare_tables(values_of(f"{ROOM}:look_up", 2, *args))
