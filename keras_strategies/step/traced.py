@@ -38,7 +38,7 @@ class Traced:
         self._compute = jaxpr_as_fun(self.jaxpr)
 
     def combine_sums(self, mesh: ReplicaMesh) -> "Traced":
-        """Makes it compute fewer sums, if they are expensive; returns itself."""
+        """Makes it compute fewer sums, if they are slow; returns itself."""
         if are_sums_expensive(mesh):
             axis, buffering = mesh.all_replicas, choose_buffering(mesh)
             self._compute = with_combined_sums(self.jaxpr, axis, buffering)

@@ -36,14 +36,11 @@ class StepProgram(ModelProgram):
         super().__init__(*args, **options)
         self._layout, self._is_layout_known = layout, layout is PLAIN
         self._is_packed = True
-        self._router.kind = TraceKind(sums_later=layout.has_local_sums)
+        self._router.kind = TraceKind(sums_later=bool(layout.local_sums))
         sizes = [len(self._variables[i]) for i in self._written]
-        if layout.has_local_sums:
-            start = sum(sizes[: self._written.index(OPTIMIZER)])
-            self._router.summands = (
-                [start + i for i in self._find_accumulators()],
-                sum(sizes),
-            )
+        # The weights and the other variables come before the optimizer's.
+        places = [sum(sizes[:OPTIMIZER]) + i for i in layout.local_sums]
+        self._router.summands = places, sum(sizes)
         self._unstack = jax.jit(
             unstack_steps, static_argnums=1, out_shardings=self._mesh.split
         )
@@ -95,14 +92,9 @@ class StepProgram(ModelProgram):
     @property
     def _mapped_layout(self) -> Layout:
         """The layout of mapped programs."""
-        has_sums = self._layout.has_local_sums
+        has_sums = bool(self._layout.local_sums)
         is_used = self._is_packed and has_sums == self._router.kind.sums_later
         return self._layout if is_used else PLAIN
-
-    def _find_accumulators(self) -> list[int]:
-        """Returns the indices of the accumulators in the optimizer's group."""
-        count = len(self._variables[OPTIMIZER])
-        return [i for i in range(count) if self._layout.differs(OPTIMIZER, i)]
 
     def _merge_replicas(
         self, step: StepContext, written: Group, read: Group, data: Batch
@@ -113,7 +105,7 @@ class StepProgram(ModelProgram):
             for variables, values in zip(self._variables, old, strict=True)
         ]
         if step.facts.sums_later:
-            summands.begin(step, self._find_accumulators(), folded[OPTIMIZER])
+            summands.begin(step, self._layout.local_sums, folded[OPTIMIZER])
         metrics = self._variables[-1]
         step.notes.before = IdentityMap(zip(metrics, folded[-1], strict=True))
         logs, new = self._on_rows(step, folded, data)

@@ -183,32 +183,24 @@ def losses_in(
         outputs = interpreter.interpret(jaxprs, inputs)
     except Different:
         return Finding(verdict=Verdict.MIXED, counting=True)
-    finding = _make_finding(interpreter)
-    if retraced is None:
-        return dataclasses.replace(finding, counting=None, unshown=(), logs=())
-    # A metric that receives gathered rows adds their number to its state.
-    numbers = [kind for kind in outputs if kind.values is not None]
-    if any(map(scales.depends_on_count, numbers)):
-        return dataclasses.replace(finding, counting=finding.counting or True)
-    return finding
-
-
-def _make_finding(interpreter: Interpreter) -> Finding:
-    """Returns the verdict on the marked losses, and what else is wrong."""
-    verdicts = [(_verdict(kind), kind.why) for kind in interpreter.losses]
+    found = [(_verdict(kind), kind.why) for kind in interpreter.losses]
     order = list(Verdict)
     verdict, why = max(
-        verdicts,
+        found,
         key=lambda pair: order.index(pair[0]),
         default=(Verdict.MEAN, None),
     )
-    return Finding(
-        verdict=verdict,
-        why=why,
-        counting=next(iter(interpreter.counting), None),
+    finding = Finding(verdict=verdict, why=why, has_losses=bool(found))
+    if retraced is None:
+        return finding
+    # A metric that receives gathered rows adds their number to its state.
+    numbers = [kind for kind in outputs if kind.values is not None]
+    is_counted = any(map(scales.depends_on_count, numbers))
+    return dataclasses.replace(
+        finding,
+        counting=next(iter(interpreter.counting), is_counted or None),
         unshown=interpreter.unshown,
         logs=interpreter.logs,
-        has_losses=bool(interpreter.losses),
     )
 
 

@@ -22,12 +22,13 @@ class Layout:
     for mapped programs: with `convert`, to it and back.
 
     Attributes:
-      has_local_sums: Whether accumulated gradients are each replica's own.
+      local_sums: The places, in the optimizer's group, of accumulated gradients
+        that are each replica's own.
       is_kept: Whether the mapped program that was traced last returns the state
         in this layout, and does not compute it in Keras's layout first.
     """
 
-    has_local_sums = False
+    local_sums: Sequence[int] = ()
     is_kept = True
 
     def convert(self, state: Groups, *, is_packed: bool) -> None:

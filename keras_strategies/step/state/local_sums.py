@@ -47,10 +47,7 @@ class LocalSums(Layout):
 
     Attributes:
       accumulators: The accumulators.
-      places: Their indices in the group.
     """
-
-    has_local_sums = True
 
     def __init__(
         self,
@@ -60,8 +57,8 @@ class LocalSums(Layout):
     ) -> None:
         self._mesh, self._size = mesh, len(variables)
         targets = IdentitySet(accumulators)
-        self.places = [i for i, v in enumerate(variables) if v in targets]
-        self.accumulators = [variables[i] for i in self.places]
+        self.local_sums = [i for i, v in enumerate(variables) if v in targets]
+        self.accumulators = [variables[i] for i in self.local_sums]
         split, whole = split_spec(mesh), replicated_spec()
         self._stack = jax.jit(
             replica_map(
@@ -97,7 +94,7 @@ class LocalSums(Layout):
         Collective, if the accumulators are stacked and shall be sums.
         """
         group = state[OPTIMIZER]
-        arrays = [group[i] for i in self.places]
+        arrays = [group[i] for i in self.local_sums]
         if self._are_stacked(arrays) == is_packed:
             return
         if isinstance(arrays[0], jax.ShapeDtypeStruct):
@@ -105,12 +102,12 @@ class LocalSums(Layout):
         else:
             program = self._stack if is_packed else self._sum
             _, arrays = dispatch(self._mesh, program, arrays)
-        for i, array in zip(self.places, arrays, strict=True):
+        for i, array in zip(self.local_sums, arrays, strict=True):
             group[i] = array
 
     def differs(self, number: int, place: int) -> bool:
         """Returns whether a place of a group may have an accumulator."""
-        return number == OPTIMIZER and place in self.places
+        return number == OPTIMIZER and place in self.local_sums
 
     def read(self, number: int, arrays: list[Any]) -> tuple[Group, Group]:
         """Returns the arrays, and the sums of stacked accumulators.
@@ -152,14 +149,14 @@ class LocalSums(Layout):
         self, written: Sequence[Group], place: int, fn: Callable[[Any], Any]
     ) -> list[Group]:
         groups = list(map(list, written))
-        for i in self.places:
+        for i in self.local_sums:
             groups[place][i] = fn(groups[place][i])
         return groups
 
     def find_specs(self, written: Sequence[int]) -> Any:
         """Returns the specs of the written groups of a mapped program."""
         whole, split = replicated_spec(), split_spec(self._mesh)
-        stacked = set(self.places)
+        stacked = set(self.local_sums)
         optimizer_specs = [
             split if i in stacked else whole for i in range(self._size)
         ]
