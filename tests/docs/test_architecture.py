@@ -205,7 +205,7 @@ def check(title, files):
     assert [file for file in files if file in listed] == listed
 
 
-# Entries and returns. They may only fall.
+# The maximum numbers of entries and of returns. They may only fall.
 COUNTS = {
     "A row of data": (30, 11),
     "A gradient": (8, 1),
@@ -215,9 +215,10 @@ COUNTS = {
 
 def check_counts(title, recorder):
     """The page's table has the numbers of a walk, and they have not grown."""
-    counts = len(recorder.entries), len(recorder.returns)
-    assert counts == COUNTS[title], list(recorder.entries)
-    row = rf"^\| {title.lower()} \| .* \| {counts[0]} / {counts[1]} \|$"
+    entries, returns = COUNTS[title]
+    assert len(recorder.entries) <= entries, list(recorder.entries)
+    assert len(recorder.returns) <= returns, recorder.returns
+    row = rf"^\| {title.lower()} \| .* \| {entries} / {returns} \|$"
     assert re.search(row, PAGE.read_text("utf-8"), re.M)
 
 
