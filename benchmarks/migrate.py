@@ -39,6 +39,8 @@ NUMBERS = {
     r"\w*strategy\.num_replicas_in_sync": str(NUM_REPLICAS),
     r"len\(tf_config\['cluster'\]\['worker'\]\)": str(NUM_PROCESSES),
     r"\b73257\b": "192",
+    r"\[224, 224\]": "[32, 32]",
+    r"MobileNetV2\(": "MobileNetV2(input_shape=(32, 32, 3), ",
 }
 # What migrate_data.py prints in `fit`, and what scripts print of their loops.
 _BATCH_LOSS = re.compile(r"\bbatch loss: (\S+)")

@@ -140,7 +140,8 @@ def assert_refused(of_processes):
         assert "'rate' of shape (), float32, trainable, with 1.0" in value
         assert "with 2.0, at startup.py:" in value
         assert "another initializer or initial value" in value
-        loss, is_untouched, constant, is_still, *runs, modes, last = found
+        loss, is_untouched, constant, is_still, *rest, last = found
+        *runs, modes, callbacks = rest
         assert len(runs) == 2
         assert "process 0: `" in loss
         assert "mul" in loss
@@ -152,4 +153,7 @@ def assert_refused(of_processes):
         for text in (loss, constant, *runs):
             assert "must run the same program" in text
         assert "run_eagerly: False (process 0), True (process 1)" in modes
+        assert (
+            "callbacks: [] (process 0), ['LearningRateScheduler']" in callbacks
+        )
         assert last == "still usable"

@@ -19,6 +19,19 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.callbacks import (
+    BackupAndRestore,
+    CSVLogger,
+    EarlyStopping,
+    History,
+    LearningRateScheduler,
+    ModelCheckpoint,
+    ProgbarLogger,
+    ReduceLROnPlateau,
+    RemoteMonitor,
+    TensorBoard,
+    TerminateOnNaN,
+)
 from keras.src.utils import file_utils
 
 from keras_strategies._types import Callbacks, Logs
@@ -28,25 +41,12 @@ from keras_strategies.hooks.summands import unwrap
 from keras_strategies.kernels.scanned_blocks import find_columns
 from keras_strategies.spmd.mesh import ReplicaMesh
 
-_WRITERS = (
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.TensorBoard,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.ProgbarLogger,
-)
-
-_CHECKPOINTERS = (
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.BackupAndRestore,
-)
-_READERS_OF_LOGS = (
-    keras.callbacks.CSVLogger,
-    keras.callbacks.History,
-    keras.callbacks.ProgbarLogger,
-    keras.callbacks.TensorBoard,
-    keras.callbacks.TerminateOnNaN,
-)
+_LOGGERS = (CSVLogger, ProgbarLogger, RemoteMonitor, TensorBoard)
+_WRITERS = (ModelCheckpoint, *_LOGGERS)
+_CHECKPOINTERS = (ModelCheckpoint, BackupAndRestore)
+_READERS_OF_LOGS = (*_LOGGERS, History, TerminateOnNaN)
+# They set the learning rate, or end the training.
+_CONTROLLERS = (EarlyStopping, LearningRateScheduler, ReduceLROnPlateau)
 _BATCH_HOOKS = (
     *("on_batch_begin", "on_batch_end"),
     *("on_train_batch_begin", "on_train_batch_end"),
@@ -75,11 +75,17 @@ def select_callbacks(callbacks: Callbacks, mesh: ReplicaMesh) -> Callbacks:
         return callbacks
     chosen = []
     for callback in keras.tree.flatten(callbacks):
-        if isinstance(callback, keras.callbacks.BackupAndRestore):
+        if isinstance(callback, BackupAndRestore):
             chosen.append(_make_collective(callback, mesh))
         elif mesh.is_chief or not _is_chief_only(callback, mesh):
             chosen.append(callback)
     return chosen
+
+
+def list_controllers(callbacks: Callbacks) -> list[str]:
+    """Returns the classes of Keras's callbacks that control the training."""
+    flat = keras.tree.flatten(callbacks or ())
+    return [type(c).__name__ for c in flat if isinstance(c, _CONTROLLERS)]
 
 
 def read_variables_together(
@@ -135,7 +141,7 @@ def _is_chief_only(
     shards over the processes, because reading a variable is then a collective
     operation.
     """
-    reads = isinstance(callback, keras.callbacks.ModelCheckpoint)
+    reads = isinstance(callback, ModelCheckpoint)
     return type(callback) in _WRITERS and not (reads and mesh.spreads_shards)
 
 
@@ -151,7 +157,7 @@ def _make_collective(callback: Any, mesh: ReplicaMesh) -> Any:
     return collective
 
 
-class _CollectiveBackup(keras.callbacks.BackupAndRestore):
+class _CollectiveBackup(BackupAndRestore):
     _ks_mesh: ReplicaMesh
 
     def on_train_begin(self, logs: Logs | None = None) -> None:

@@ -194,11 +194,12 @@ def _check_facts(
         values = [one.get(fact) for one in facts]
         if any(value != values[0] for value in values):
             raise ValueError(
-                "All processes must pass the same data, batch size and numbers "
-                f"of steps and epochs to {name}. Received: different values of "
-                f"{fact}: {list_values(mesh, values)}. Pass the same value in "
-                "all processes. Only process-local rows "
-                "(`AutoShardPolicy.OFF`) may differ in number."
+                "All processes must pass the same data, batch size, numbers of "
+                "steps and epochs, and callbacks that control the training to "
+                f"{name}. Received: different values of {fact}: "
+                f"{list_values(mesh, values)}. Pass the same in all processes. "
+                "Only process-local rows (`AutoShardPolicy.OFF`) may differ in "
+                "number."
             )
 
 
