@@ -15,6 +15,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = pathlib.Path(__file__).parent
 LINK = re.compile(r"\]\((\.\./[^)#\s]+)\)")
+NAMED_BY_FILE = re.compile(r"\[[\w./-]+\.md\]\(([^)#\s]+\.md)(#[^)\s]*)?\)")
 LANGUAGES = {
     ".ipynb": "json",
     ".py": "python",
@@ -41,7 +42,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(
     markdown: str, page: Page, config: MkDocsConfig, files: Files
 ) -> str:
-    """Leads links to files outside of docs/ to their pages."""
+    """Leads links to files outside of docs/ to their pages.
+
+    A link whose text is the name of a page's file gets the page's title.
+    """
     here = page.file.src_uri
 
     def led(match: re.Match[str]) -> str:
@@ -51,7 +55,14 @@ def on_page_markdown(
         place = posixpath.relpath(page_of(path), posixpath.dirname(here) or ".")
         return f"]({place})"
 
-    return LINK.sub(led, markdown)
+    def titled(match: re.Match[str]) -> str:
+        path = ROOT / "docs" / posixpath.dirname(here) / match[1]
+        if not path.is_file():
+            return match[0]
+        title = path.read_text("utf-8").split("\n", 1)[0].removeprefix("# ")
+        return f"[{title}]({match[1]}{match[2] or ''})"
+
+    return NAMED_BY_FILE.sub(titled, LINK.sub(led, markdown))
 
 
 def path_outside(page: str, link: str) -> str | None:
