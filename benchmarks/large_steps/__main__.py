@@ -35,7 +35,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--peers", nargs="+", help="ours, columns, rows")
+    parser.add_argument("--peers", nargs="+", help="those of a case")
     parser.add_argument("--full-effort", action="store_true")
     arguments = parser.parse_args()
     columns = "case", "peer", "arguments, GB", "temporaries, GB", "ms"

@@ -1,10 +1,12 @@
 """Lookups in a table that a group of chips shares, with Adam's update.
 
-Peers: `ours`, Keras's `Embedding` with `FullySharded`; `columns`, in which each
-chip looks up its columns of all ids, and an all-to-all sends rows; `rows`, in
-which each chip looks up the ids that it has, and rows are summed; `whole`, in
-which chips gather the table and scatter its gradient. The loss is a product
-with a fixed array.
+Peers: `ours`, Keras's `Embedding` with `FullySharded`, and `ours-half`, with
+`reduce_dtype="bfloat16"`; `columns-half`, in which each chip looks up its
+columns of all ids, an all-to-all sends rows, and their gradients are added up
+in bfloat16, and `columns`, which adds them up in float32; `rows-half`, in which
+each chip looks up the ids that it has, and rows are summed; `whole`, in which
+chips gather the table and scatter its gradient. The loss is a product with a
+fixed array.
 """
 
 import dataclasses
@@ -40,16 +42,19 @@ class Lookup:
     ids: int
     topology: str
     shards: int
-    peers: tuple[str, ...] = ("ours", "columns", "rows")
+    peers: tuple[str, ...] = ("ours", "columns", "ours-half", "columns-half")
 
     def measure(self, peer, is_low=True):
         """Compiles the step of a peer."""
         strategy = ks.TPUStrategy.for_topology(
             self.topology,
-            variable_partitioner=ks.experimental.FullySharded(self.shards),
+            variable_partitioner=ks.experimental.FullySharded(
+                self.shards,
+                reduce_dtype="bfloat16" if peer == "ours-half" else None,
+            ),
         )
         devices = np.array(strategy.mesh.devices).ravel()
-        if peer == "ours":
+        if peer.startswith("ours"):
             program = self._compile_ours(strategy, is_low)
             seconds = program.compile_seconds
             return measure.read(program.executable, devices, seconds)
@@ -58,27 +63,33 @@ class Lookup:
     def _compile_ours(self, strategy, is_low):
         keras.config.set_dtype_policy("mixed_bfloat16")
         with strategy.scope(), ks.abstract():
-            ids = keras.Input((), dtype="int32")
-            rows = keras.layers.Embedding(self.words, self.width)(ids)
-            model = keras.Model(ids, rows)
-            model.compile(keras.optimizers.Adam(1e-4), multiply_and_sum)
+            model = self._make_model()
         count = strategy.num_replicas_in_sync * self.ids
-        batch = (
-            jax.ShapeDtypeStruct((count,), "int32"),
-            jax.ShapeDtypeStruct((count, self.width), "bfloat16"),
-        )
+        ids = jax.ShapeDtypeStruct((count,), "int32")
+        factors = jax.ShapeDtypeStruct((count, self.width), "bfloat16")
+        batch = [ids, factors], jax.ShapeDtypeStruct((count,), "float32")
         options = dict(measure.LOW_EFFORT) if is_low else None
         return strategy.compile_step(model, batch, compiler_options=options)
 
+    def _make_model(self):
+        ids = keras.Input((), dtype="int32")
+        factors = keras.Input((self.width,), dtype="bfloat16")
+        rows = keras.layers.Embedding(self.words, self.width)(ids)
+        products = keras.ops.cast(rows * factors, "float32")
+        model = keras.Model([ids, factors], keras.ops.sum(products, axis=-1))
+        model.compile(keras.optimizers.Adam(1e-4), multiply)
+        return model
+
     def _lower_raw(self, devices, how):
         mesh = Mesh(devices.reshape(-1, self.shards), ROWS)
-        is_columns = how == "columns"
+        is_columns = how.startswith("columns")
         spec = (
             PartitionSpec(None, "fsdp") if is_columns else PartitionSpec("fsdp")
         )
         look_up = {
-            "columns": self._exchange_rows,
-            "rows": self._sum_rows,
+            "columns": self._exchange_rows_in_full,
+            "columns-half": self._exchange_rows,
+            "rows-half": self._sum_rows,
             "whole": self._gather_table,
         }[how]
 
@@ -120,6 +131,20 @@ class Lookup:
         rows = jnp.moveaxis(lax.all_to_all(columns, "fsdp", 0, 0), 0, 1)
         return rows.reshape(-1, self.width)
 
+    def _exchange_rows_in_full(self, table, ids):
+        @jax.custom_vjp
+        def exchange(table):
+            return self._exchange_rows(table, ids)
+
+        def add_up(_, grad):
+            parts = grad.reshape(-1, self.shards, self.width // self.shards)
+            columns = lax.all_to_all(parts, "fsdp", 1, 0).astype(FULL)
+            zeros = jnp.zeros((self.words, columns.shape[-1]))
+            return (zeros.at[lax.all_gather(ids, "fsdp")].add(columns),)
+
+        exchange.defvjp(lambda table: (exchange(table), None), add_up)
+        return exchange(table)
+
     def _sum_rows(self, table, ids):
         size = self.words // self.shards
         places = lax.all_gather(ids, "fsdp") - lax.axis_index("fsdp") * size
@@ -141,9 +166,9 @@ class Lookup:
         return gather(table)[ids]
 
 
-def multiply_and_sum(factors, rows):
-    """A loss: the sum of a product with a fixed array."""
-    return keras.ops.sum(factors * rows, axis=-1)
+def multiply(factors, values):
+    """A loss: a product with a fixed array."""
+    return factors * values
 
 
 CASES = {

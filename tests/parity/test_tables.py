@@ -261,6 +261,21 @@ def test_slots_that_are_sharded_by_columns(name):
     assert count_exchanges(compile_text(strategy, model, 16)) == 1
 
 
+@pytest.mark.parametrize(
+    "layout_map",
+    [{".*out/kernel": (None, None)}, {".*/embeddings": ("model", None)}],
+    ids=["replicated", "rows-over-cores"],
+)
+@pytest.mark.parametrize("name", ["pooled", "tied"])
+def test_replicas_of_several_cores(name, layout_map):
+    strategy = make_strategy("sharded2_of_2_cores", layout_map)
+    model = check(MODELS[name], strategy, 32, 16)
+    (embeddings,) = [v for v in model.weights if v.name == "embeddings"]
+    rows = "model" if ".*/embeddings" in layout_map else None
+    assert tuple(embeddings.value.sharding.spec) == (rows, "replica")
+    assert count_exchanges(compile_text(strategy, model, 16)) == 2
+
+
 @pytest.mark.parametrize("partitioner", [0, 1])
 def test_checkpoints_resume_in_the_other_layout(partitioner, tmp_path):
     """Bit for bit, in both directions."""
