@@ -109,7 +109,7 @@ LOGIC_LINES = {
     "kernels": 2105,
     "migrate": 1500,
     "names": 309,
-    "passes": 5168,
+    "passes": 5332,
     "planning": 3325,
     "reporting": 972,
     "run": 729,

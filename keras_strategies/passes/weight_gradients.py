@@ -47,7 +47,7 @@ def _rewrite_program(program: Jaxpr) -> Sequence[Any]:
     return _fold_transposes(widened, outputs)
 
 
-def _count_uses(
+def count_uses(
     equations: Sequence[Any], outputs: Sequence[Var]
 ) -> collections.Counter[Var]:
     """Counts how often variables are read."""
@@ -59,7 +59,7 @@ def _find_makers(
     equations: Sequence[Any], outputs: Sequence[Var]
 ) -> dict[Var, Any]:
     """Returns the equations that compute variables that are read only once."""
-    uses = _count_uses(equations, outputs)
+    uses = count_uses(equations, outputs)
     return {
         equation.outvars[0]: equation
         for equation in equations

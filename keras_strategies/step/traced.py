@@ -9,6 +9,7 @@ from jax.extend.core import jaxpr_as_fun
 from keras_strategies._types import Batch, Tree
 from keras_strategies.passes import traces
 from keras_strategies.passes.constrained_operations import constrain_operations
+from keras_strategies.passes.loop_storage import rewrite_loops
 from keras_strategies.passes.marked_updates import collect, collect_updates
 from keras_strategies.passes.weight_gradients import rewrite_gradients
 from keras_strategies.spmd.batches import RowShape, constrain_rows, cut_padding
@@ -35,19 +36,21 @@ class Traced:
             tracing = jax.make_jaxpr(fn, return_shape=True)
             jaxpr, self.shapes = tracing(*args)
         self.jaxpr = expand_tapes(jaxpr)
-        self._compute = jaxpr_as_fun(self.jaxpr)
+        # The analysis reads the trace as it is; this is what is computed.
+        self._program = rewrite_loops(self.jaxpr)
+        self._compute = jaxpr_as_fun(self._program)
 
     def combine_sums(self, mesh: ReplicaMesh) -> "Traced":
         """Makes it compute fewer sums, if they are slow; returns itself."""
         if are_sums_expensive(mesh):
             axis, buffering = mesh.all_replicas, choose_buffering(mesh)
-            self._compute = with_combined_sums(self.jaxpr, axis, buffering)
+            self._compute = with_combined_sums(self._program, axis, buffering)
         return self
 
     def shard(self, mesh: ReplicaMesh) -> None:
         """Prepares the trace for XLA, which shards it over all devices."""
         axes = mesh.mesh.axis_names
-        jaxpr = self.jaxpr
+        jaxpr = self._program
         if mesh.num_replicas > 1:
             jaxpr = rewrite_gradients(jaxpr)
         self._compute = jaxpr_as_fun(
