@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import keras
 
-from keras_strategies.fit.callbacks.chief_callbacks import list_controllers
+from keras_strategies.fit.callbacks.chief_callbacks import CONTROLLERS
 from keras_strategies.hooks import batch_norm
 from keras_strategies.keras_bridge.keras_names import TRAINER
 from keras_strategies.keras_bridge.patches import Patch, Patches
@@ -296,7 +296,9 @@ class Call:
         if "validation_data" in self.keywords:
             facts["validation"] = self["validation_data"] is not None
         facts["run_eagerly"] = self._model.run_eagerly
-        facts["callbacks"] = list_controllers(self["callbacks"])
+        flat = keras.tree.flatten(self["callbacks"] or ())
+        found = [c for c in flat if isinstance(c, CONTROLLERS)]
+        facts["callbacks"] = [type(callback).__name__ for callback in found]
         return facts
 
     def set(self, **keywords: object) -> None:

@@ -45,8 +45,8 @@ _LOGGERS = (CSVLogger, ProgbarLogger, RemoteMonitor, TensorBoard)
 _WRITERS = (ModelCheckpoint, *_LOGGERS)
 _CHECKPOINTERS = (ModelCheckpoint, BackupAndRestore)
 _READERS_OF_LOGS = (*_LOGGERS, History, TerminateOnNaN)
-# They set the learning rate, or end the training.
-_CONTROLLERS = (EarlyStopping, LearningRateScheduler, ReduceLROnPlateau)
+CONTROLLERS = (EarlyStopping, LearningRateScheduler, ReduceLROnPlateau)
+"""Callbacks that set the learning rate, or end the training."""
 _BATCH_HOOKS = (
     *("on_batch_begin", "on_batch_end"),
     *("on_train_batch_begin", "on_train_batch_end"),
@@ -80,12 +80,6 @@ def select_callbacks(callbacks: Callbacks, mesh: ReplicaMesh) -> Callbacks:
         elif mesh.is_chief or not _is_chief_only(callback, mesh):
             chosen.append(callback)
     return chosen
-
-
-def list_controllers(callbacks: Callbacks) -> list[str]:
-    """Returns the classes of Keras's callbacks that control the training."""
-    flat = keras.tree.flatten(callbacks or ())
-    return [type(c).__name__ for c in flat if isinstance(c, _CONTROLLERS)]
 
 
 def read_variables_together(
