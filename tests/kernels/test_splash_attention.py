@@ -62,6 +62,21 @@ CASES = {
     "causal, keys": {"keys": KEYS, "right": 0},
     "queries, keys": {"queries": QUERIES, "keys": KEYS, "left": 40, "right": 0},
     "queries": {"queries": QUERIES},
+    "padded": {"queries_length": 200, "keys_length": 150},
+    "padded, causal": {"queries_length": 200, "keys_length": 200, "right": 0},
+    "padded, window": {
+        "queries_length": 200,
+        "keys_length": 200,
+        "left": 30,
+        "right": 30,
+        "queries": QUERIES[:, :200],
+        "keys": KEYS[:, :200],
+    },
+    "padded, scores": {
+        "queries_length": 200,
+        "keys_length": 150,
+        "scores": SCORES[:, :1, :200, :150],
+    },
     "segments": {"query_segments": SEGMENTS, "key_segments": SEGMENTS},
     "segments, causal, keys, queries": {
         "query_segments": SEGMENTS,
@@ -86,6 +101,7 @@ CASES = {
 
 # Interpreted kernels are slow to compile.
 QUICK = (
+    "padded",
     "queries, keys",
     "segments, causal, keys, queries",
     "scores by head",
