@@ -305,7 +305,7 @@ def _widens(equation: Equation) -> bool:
 
 
 def expose_lookups(
-    equations: Sequence[Any], outputs: Iterable[Any], tables: Iterable[Var]
+    equations: Sequence[Any], outputs: Iterable[Any], tables: Iterable[Any]
 ) -> Sequence[Any]:
     """Returns equations in which lookups, and their gradients, can be found.
 
@@ -317,7 +317,7 @@ def expose_lookups(
       outputs: Variables that are read after the equations.
       tables: Variables that may be tables, and their gradients.
     """
-    shapes = {tuple(jnp.shape(v.aval)) for v in tables}
+    shapes = {v.aval.shape for v in tables}
 
     def expand(equation: Equation) -> list[Any]:
         values = *equation.invars, *equation.outvars
