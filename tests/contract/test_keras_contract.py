@@ -94,8 +94,7 @@ RELIED_ON = {
     # Lists of callbacks, which call `_on_train_batch_end`, too.
     "_configure_async_dispatch",
     # Layers of attention: test_keras_attention_contract.py.
-    *("_compute_attention", "_compute_attention_mask", "_compute_causal_mask"),
-    *("_compute_sliding_window_mask", "_sliding_window"),
+    "_compute_attention",
     # The LSTM of cuDNN: also there.
     "_is_gpu_available",
     # Layers, optimizers, metrics.
