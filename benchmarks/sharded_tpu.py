@@ -159,9 +159,10 @@ def _decoder_step(strategy, shapes, rows, remat, is_scanned):
     return model, (tokens, tokens)
 
 
-def _dense_step(strategy, rows, remat):
+def _dense_step(strategy, rows, remat, is_scanned):
     with strategy.scope(), ks.abstract():
         model = dense_stack(remat)
+        ks.experimental.scan_blocks(model, is_scanned)
         model.compile("adam", "mse")
     rows *= strategy.num_replicas_in_sync
     x = jax.ShapeDtypeStruct((rows, 2048), "float32")
@@ -188,7 +189,7 @@ def compile_size(
       rows: Of a batch, on each chip.
       remat: Whether blocks are computed again in the backward pass.
       is_divided: Whether the chips divide variables at all.
-      is_scanned: Whether a decoder's blocks are computed in a loop.
+      is_scanned: Whether equal blocks are computed in a loop.
       options: XLA's.
 
     Returns:
@@ -199,7 +200,7 @@ def compile_size(
         topology, variable_partitioner=partitioner if is_divided else None
     )
     if size == "dense":
-        model, batch = _dense_step(strategy, rows, remat)
+        model, batch = _dense_step(strategy, rows, remat, is_scanned)
     else:
         before = keras.config.dtype_policy()
         keras.config.set_dtype_policy("mixed_bfloat16")

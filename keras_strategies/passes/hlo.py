@@ -42,6 +42,9 @@ _TILE = re.compile(r"T\(([\d,]+)\)")
 _ON_CHIP = re.compile(r"S\(1\)")
 
 CHAIN = re.compile(r'chain_id="?(\d+)')
+# A call runs beside other instructions in the sparse cores of a TPU v7.
+_CALLED = {"fusion": "calls", "async-start": "calls", "call-start": "to_apply"}
+_END = re.compile(r'\}(?:, execution_thread="\w+")?')
 _STARTED = 'custom_call_target="AsyncCollectiveStart"'
 _LISTED = re.compile(
     r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}"
@@ -193,10 +196,10 @@ class Program:
     entry: Computation
 
     def find_called(self, instruction: Instruction) -> Computation | None:
-        """Returns the computation of a fusion, or None."""
-        if instruction.opcode not in ("fusion", "async-start"):
-            return None
-        return self.computations.get(instruction.get_called() or "")
+        """Returns the computation of a fusion or a start, or None."""
+        key = _CALLED.get(instruction.opcode)
+        name = None if key is None else instruction.get_called(key)
+        return None if name is None else self.computations.get(name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -352,7 +355,7 @@ def _split(text: str) -> Iterator[tuple[str, bool, list[str]]]:
         head = _HEAD.match(line) if is_head else None
         if head is not None:
             name, is_entry, lines = head[2], bool(head[1]), []
-        elif line == "}":
+        elif _END.fullmatch(line):
             yield name, is_entry, ["".join(parts) for parts in lines]
         elif _NAME.match(line):
             lines.append([line])

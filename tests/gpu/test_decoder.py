@@ -48,6 +48,11 @@ ENTRIES = ROWS * TOKENS * WIDTH
 # has a maximum and two sums of each token, its own sum, and a gradient.
 OF_REPLICA = 2 * 5 * ENTRIES + 4 * (3 * ROWS * TOKENS + 1 + ENTRIES)
 
+# Each replica sends its rows of the table to one other, forward and backward,
+# in bfloat16, and gathers the ids of all replicas.
+EXCHANGED = 2 * 2 * ENTRIES
+IDS = 4 * ROWS * TOKENS
+
 STEP = Case(
     model=make_decoder,
     x=((TOKENS,), "int32"),
@@ -66,10 +71,12 @@ CASES = {
         sent={
             "all-gather": (
                 1,
-                2 * (EMBEDDING + KERNELS + BIASES)
-                + 4 * (NORMS + HEAD + VOCABULARY),
+                2 * (KERNELS + BIASES)
+                + 4 * (NORMS + HEAD + VOCABULARY)
+                + 8 * IDS,
             ),
-            "reduce-scatter": (1, 4 * WEIGHTS),
+            "all-to-all": (2, EXCHANGED),
+            "reduce-scatter": (1, 4 * (WEIGHTS - EMBEDDING)),
             "all-reduce": (1, 4 * LOGS),
         },
     ),
@@ -88,11 +95,16 @@ CASES = {
         partitioner=SHARDED,
         sent={
             "all-reduce": (9, OF_REPLICA + 4 * LOGS),
-            "reduce-scatter": (1, 4 * (HALF + WIDE_BIASES // 2)),
+            "all-to-all": (2, EXCHANGED),
+            "reduce-scatter": (
+                1,
+                4 * (HALF - EMBEDDING // 2 + WIDE_BIASES // 2),
+            ),
             # From the replicas, and two biases from the GPUs of a replica.
             "all-gather": (
                 2,
-                2 * (EMBEDDING + KERNELS) // 2
+                4 * IDS
+                + 2 * KERNELS // 2
                 + 2 * (BIASES - 3 * WIDTH // 2)
                 + 4 * (NORMS + HEAD // 2 + VOCABULARY)
                 + 2 * 4 * WIDTH

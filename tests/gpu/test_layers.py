@@ -132,6 +132,8 @@ IMAGE_CASE = build_on_images(
     *CONVOLUTIONS, entries=KERNELS + BIASES + NORMS + STATISTICS
 )
 EMBEDDING, OUTPUTS = 5000 * 64, 16 * 64 * 8 + 8
+# Ids of the global batch. A replica exchanges an eighth of their rows.
+TOKENS = 8 * 8 * 16
 EMBEDDINGS = Case(
     model=stack(
         (16,),
@@ -220,7 +222,8 @@ CASES = {
     "sharded embeddings": dataclasses.replace(
         EMBEDDINGS,
         partitioner=SHARDED,
-        sent=shards(4 * (EMBEDDING + OUTPUTS), EMBEDDING + OUTPUTS),
+        sent=shards(4 * (OUTPUTS + TOKENS), OUTPUTS)
+        | {"all-to-all": (2, 2 * 4 * 64 * TOKENS // 8)},
     ),
     "sort": of_rows(around(ops.sort), 64 * 8 + 8),
     "top_k": of_rows(around(lambda x: ops.top_k(x, 8)[0]), 8 * 8 + 8),

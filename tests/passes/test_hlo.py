@@ -289,3 +289,29 @@ def test_beginnings_and_ends_of_collectives():
         "total": ["sum"],
         "parts": ["both"],
     }
+
+
+SPARSE_CORE = """\
+HloModule jit_f
+
+%sum (a.1: f32[8], token.1: token[]) -> f32[8] {
+  %a.1 = f32[8]{0} parameter(0)
+  ROOT %all-reduce.3 = f32[8]{0} all-reduce(%a.1), replica_groups=[4,2]<=[8]
+}, execution_thread="sparsecore"
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %start = ((f32[8]{0}), f32[8]{0}) call-start(%a), to_apply=%sum
+  ROOT %done = f32[8]{0} call-done(%start)
+}
+"""
+
+
+def test_collectives_in_sparse_cores_are_listed():
+    program = parse(SPARSE_CORE)
+    assert [(x.kind, x.size) for x in list_collectives(program)] == [
+        ("all-reduce", 32)
+    ]
+    start, done = program.entry.instructions[1:]
+    assert program.find_called(start) is program.computations["sum"]
+    assert find_ends(program, done) == ["start"]

@@ -108,7 +108,8 @@ class Walk:
                     totals["counts", sent.kind] += 1
                     totals["sent", sent.kind] += sent.size
                     totals["link_seconds", sent.kind] += minimum
-                    key = x.name if x.opcode == "async-start" else sent.key
+                    is_start = x.opcode in ("async-start", "call-start")
+                    key = x.name if is_start else sent.key
                     if key is None or _SYNCHRONOUS in x.attributes:
                         waiting = max(seconds - busy, 0.0)
                         totals["waiting_seconds", sent.kind] += waiting
