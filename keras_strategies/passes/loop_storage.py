@@ -48,13 +48,18 @@ _MAX_CHEAP = 6
 class _Sum:
     """A carry to which each iteration adds a product, or a sum over rows.
 
+    All are floats: the sum of numbers that were cut to integers is another one.
+
     Attributes:
       place: The carry's position.
+      dtype: The dtype in which the iterations are summed: the carry's, or that
+        of the product if it is wider.
       source: The equation of the product, or of the sum.
       moves: The equations that change it, before it is added.
     """
 
     place: int
+    dtype: Any
     source: Any
     moves: Sequence[Any]
 
@@ -68,7 +73,7 @@ class _Sum:
         params = self.source.params
         if self.source.primitive.name == "reduce_sum":
             axes = (0, *(axis + 1 for axis in params["axes"]))
-            total = jnp.sum(operands[0], axes)
+            total = jnp.sum(operands[0], axes, dtype=self.dtype)
         else:
             sides: Any = params["dimension_numbers"]
             contracted, batch = (
@@ -77,11 +82,15 @@ class _Sum:
             )
             contracted = tuple((0, *dims) for dims in contracted)
             numbers: Any = (contracted, batch)
+            one, two = operands
+            if self.dtype != self.source.outvars[0].aval.dtype:
+                # XLA for CPUs has no product of bfloat16 that is float32.
+                one, two = one.astype(self.dtype), two.astype(self.dtype)
             total = lax.dot_general(
-                *(operands[0], operands[1]),
+                *(one, two),
                 numbers,
                 precision=params["precision"],
-                preferred_element_type=params["preferred_element_type"],
+                preferred_element_type=self.dtype,
             )
         if not self.moves:
             return total
@@ -283,7 +292,7 @@ def _find_sums(equation: Any, again: Mapping[Var, Any]) -> list[_Sum]:
 
 def _find_sum(
     place: int,
-    before: Var,
+    before: Any,
     after: Any,
     counts: Mapping[Var, int],
     makers: dict[Var, Any],
@@ -294,13 +303,19 @@ def _find_sum(
         return None
     terms = [v for v in addition.invars if v is not before]
     is_sum = addition.primitive.name in ("add", "add_any") and len(terms) == 1
-    term = terms[0] if is_sum else None
+    term: Any = terms[0] if is_sum else None
     moves: list[Any] = []
     found: _Sum | None = None
-    while isinstance(term, Var) and (source := makers.get(term)) is not None:
+    while (source := _find_maker(term, makers)) is not None:
         name = source.primitive.name
+        dtypes = [v.aval.dtype for v in (before, term, source.invars[0])]
+        if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+            break
         if name in ("dot_general", "reduce_sum"):
-            found = _Sum(place=place, source=source, moves=moves[::-1])
+            dtype = jnp.promote_types(before.aval.dtype, term.aval.dtype)
+            found = _Sum(
+                place=place, dtype=dtype, source=source, moves=moves[::-1]
+            )
             if name == "dot_general":
                 break
         elif source.primitive.name not in _MOVES:
@@ -309,6 +324,10 @@ def _find_sum(
         moves.append(source)
         term = source.invars[0]
     return found
+
+
+def _find_maker(value: Any, makers: dict[Var, Any]) -> Any:
+    return makers.get(value) if isinstance(value, Var) else None
 
 
 def _count_bytes(variable: Any) -> int:

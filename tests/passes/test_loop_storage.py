@@ -224,3 +224,34 @@ def test_a_loop_with_effects_stays():
         drawn(UNITS, UNITS), drawn(4, 2, UNITS)
     )
     assert rewrite_loops(traced) is traced
+
+
+def test_sums_of_integers_stay_in_the_loop():
+    def cut(total, x):
+        rows = jnp.sum(3 * x).astype("int32")
+        products = (x.T @ x).astype("int32")
+        return (total[0] + rows, total[1] + products), None
+
+    def add_up(x):
+        zeros = jnp.int32(0), jnp.zeros((UNITS, UNITS), "int32")
+        return jax.lax.scan(cut, zeros, x)[0]
+
+    x = RNG.normal(size=(50, 8, UNITS)).astype("float32")
+    traced = jax.make_jaxpr(add_up)(x)
+    changed = compare(traced, x, rtol=0)
+    assert count_products(changed) == count_products(traced) == (1, 0)
+
+
+def test_products_are_summed_in_the_dtype_of_the_carry():
+    def add_up(x):
+        def add(total, x):
+            return total + (x.T @ x).astype("float32"), None
+
+        return jax.lax.scan(add, jnp.zeros((UNITS, UNITS)), x)[0]
+
+    x = jnp.asarray(RNG.normal(size=(200, 2, UNITS)), "bfloat16")
+    changed = rewrite_loops(jax.make_jaxpr(add_up)(x))
+    assert count_products(changed) == (0, 1)
+    exact = np.einsum("tri,trj->ij", *2 * [np.asarray(x, "float64")])
+    (total,) = jaxpr_as_fun(changed)(x)
+    np.testing.assert_allclose(total, exact, rtol=1e-4, atol=1e-3)
