@@ -3,6 +3,7 @@
 import pytest
 
 from tests.multi_process import (
+    counted_rows,
     own_rows,
     scenarios,
     test_bad_input,
@@ -35,6 +36,7 @@ def found(tmp_path_factory):
         (TARGET, *FEW),
         ("multi_process.scenarios:stateful",),
         (test_own_batches.TARGET, directory, test_own_batches.FEW),
+        ("multi_process.counted_rows:count",),
     )
     return values_of_each(2, *calls, devices=1, uses=["tensorflow"])
 
@@ -56,6 +58,21 @@ def test_a_model_is_built_for_the_rows_of_all_processes(found):
 
 def test_steps_of_own_rows_are_those_of_tf(found):
     test_own_batches.check(found[3], test_own_batches.FEW)
+
+
+def test_each_row_is_used_once_whatever_the_source(found):
+    """Keras 3.16 divides rows between processes, too, but not under ours."""
+    rows = counted_rows.ROWS.ravel().tolist()
+    assert list(found[4][0]) == list(counted_rows.SOURCES)
+    for name in counted_rows.SOURCES:
+        used = [value[name] for value in found[4]]
+        for value in used:
+            assert value["trained"] == [1] * len(rows), name
+            assert value["evaluated"] == [1] * len(rows), name
+            assert value["predicted"] == rows, name
+        own = [value["own"] for value in used]
+        assert all(own), name
+        assert sorted(sum(own, [])) == rows, name
 
 
 def test_wrong_data_ends_in_one_error_everywhere(found):

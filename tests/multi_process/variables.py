@@ -106,6 +106,12 @@ def fail(kind):
     train(strategy, kind, jax.process_index() == 1)
 
 
+class WithLayout(keras.initializers.Initializer):
+    def __call__(self, shape, dtype=None, layout=None):
+        value = keras.random.normal(shape, dtype=dtype)
+        return value if layout is None else jax.sharding.reshard(value, layout)
+
+
 def has_chiefs_values():
     """Creates many variables, whose values are those of the chief."""
     strategy = ks.MultiWorkerMirroredStrategy()
@@ -117,6 +123,7 @@ def has_chiefs_values():
         model = keras.Sequential(
             [keras.Input((4,)), *[layers.Dense(4) for _ in range(3)]]
         )
+        model.add(layers.Dense(4, kernel_initializer=WithLayout()))
         model.compile(optimizers.Adam(0.5), "mse")
         extra = keras.Variable(keras.initializers.Constant(2.5), shape=(2,))
         with ks.abstract():

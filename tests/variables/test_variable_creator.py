@@ -3,6 +3,7 @@
 import gc
 import threading
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -179,3 +180,53 @@ def test_model_built_under_a_creator_trains():
         model = compile_(sequential())
     fit(model)
     assert len(calls) >= len(model.weights)
+
+
+class WithLayout(keras.initializers.Initializer):
+    """Draws numbers where Keras says, as its initializers will."""
+
+    def __call__(self, shape, dtype=None, layout=None):
+        value = keras.random.normal(shape, dtype=dtype, seed=3)
+        return value if layout is None else jax.sharding.reshard(value, layout)
+
+
+def cores():
+    topology = ks.tpu.experimental.Topology.from_devices(jax.devices()[:4])
+    assignment = ks.tpu.experimental.DeviceAssignment.build(
+        topology, computation_shape=[2, 1, 1, 1], num_replicas=2
+    )
+    return ks.TPUStrategy(
+        device_assignment=assignment, layout_map={".*kernel": (None, "model")}
+    )
+
+
+def shards():
+    partitioner = ks.experimental.FullySharded(min_size=1)
+    devices = [f"cpu:{i}" for i in range(2)]
+    return ks.MirroredStrategy(devices, variable_partitioner=partitioner)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: mirrored(1), lambda: mirrored(3), cores, shards]
+)
+def test_an_initializer_may_place_its_value(make):
+    expected = np.asarray(WithLayout()((4, 6), "float32"))
+    strategy = make()
+    with strategy.scope():
+        layer = keras.layers.Dense(6, kernel_initializer=WithLayout())
+        layer.build((None, 4))
+        other = keras.layers.Dense(6)
+        other.build((None, 4))
+        with ks.abstract():
+            later = keras.Sequential(
+                [
+                    keras.Input((4,)),
+                    keras.layers.Dense(6, kernel_initializer=WithLayout()),
+                ]
+            )
+    strategy.attach(later)
+    strategy.materialize(later)
+    for kernel in (layer.kernel, later.layers[0].kernel):
+        sharding = kernel.value.sharding
+        assert sharding.is_equivalent_to(other.kernel.value.sharding, 2)
+        np.testing.assert_array_equal(np.asarray(kernel), expected)
