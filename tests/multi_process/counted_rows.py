@@ -14,7 +14,7 @@ from tests.support.optional import without_torch
 SIZE = 8
 # The replicas cannot share the last batch evenly.
 ROWS = np.arange(1, 22, dtype="int32")[:, None]
-MOST = len(ROWS) + 1
+NUM_IDS = len(ROWS) + 1
 
 
 class Batches(keras.utils.PyDataset):
@@ -94,11 +94,11 @@ class Histogram(keras.metrics.Metric):
 
     def __init__(self):
         super().__init__(name="histogram")
-        self.counts = self.add_variable((MOST,), "zeros", name="counts")
+        self.counts = self.add_variable((NUM_IDS,), "zeros", name="counts")
 
     def update_state(self, y, outputs, sample_weight=None):
         del outputs, sample_weight
-        hits = keras.ops.one_hot(keras.ops.reshape(y, (-1,)), MOST)
+        hits = keras.ops.one_hot(keras.ops.reshape(y, (-1,)), NUM_IDS)
         self.counts.assign_add(keras.ops.sum(hits, axis=0))
 
     def result(self):
@@ -111,7 +111,7 @@ def build():
         [
             keras.Input((1,), dtype="int32"),
             Seen(),
-            keras.layers.Embedding(MOST, 1, embeddings_initializer="zeros"),
+            keras.layers.Embedding(NUM_IDS, 1, embeddings_initializer="zeros"),
             keras.layers.Flatten(),
         ]
     )
@@ -129,7 +129,7 @@ def count(strategy=None):
     with strategy.scope():
         model, histogram = build()
     (table,) = model.weights
-    zeros = np.zeros((MOST, 1), "float32")
+    zeros = np.zeros((NUM_IDS, 1), "float32")
     found = {}
     for name, make in SOURCES.items():
         table.assign(zeros)
@@ -139,7 +139,7 @@ def count(strategy=None):
         trained = -np.asarray(table)[1:, 0]
         model.evaluate(**make(ROWS), verbose=0)
         evaluated = np.asarray(histogram.counts)[1:]
-        table.assign(np.arange(MOST, dtype="float32")[:, None])
+        table.assign(np.arange(NUM_IDS, dtype="float32")[:, None])
         data = make(ROWS)
         data.pop("y", None)
         predicted = model.predict(**data, verbose=0)
