@@ -37,9 +37,10 @@ TOLERANCE = 2e-4
 # Numbers in scripts that depend on the machine, or on the size of the data.
 NUMBERS = {
     r"\w*strategy\.num_replicas_in_sync": str(NUM_REPLICAS),
-    r"len\(tf_config\['cluster'\]\['worker'\]\)": str(NUM_PROCESSES),
+    r"len\(tf_config\[.cluster.\]\[.worker.\]\)": str(NUM_PROCESSES),
     r"\b73257\b": "192",
     r"\[224, 224\]": "[32, 32]",
+    r"Conv2D\(512,": "Conv2D(16,",
     r"MobileNetV2\(": "MobileNetV2(input_shape=(32, 32, 3), ",
 }
 # What migrate_data.py prints in `fit`, and what scripts print of their loops.

@@ -65,7 +65,9 @@ def load_tfds(name, split=None, with_info=False, **_):
     sets = {part: make() for part in ("train", "test", "validation")}
     encoder = types.SimpleNamespace(vocab_size=50)
     features = {"text": types.SimpleNamespace(encoder=encoder)}
-    info = types.SimpleNamespace(features=features)
+    size = types.SimpleNamespace(num_examples=rows)
+    splits = dict.fromkeys(sets, size)
+    info = types.SimpleNamespace(features=features, splits=splits)
     found = sets if split is None else sets["train"]
     return (found, info) if with_info else found
 
@@ -76,8 +78,21 @@ def run_on_spark(context, function, args, *_, **__):
     return mock.MagicMock()
 
 
+class RayTrainer:
+    """Calls a training function in this process, as Ray does in its workers."""
+
+    def __init__(self, train_loop_per_worker, train_loop_config, **_):
+        self.function, self.config = train_loop_per_worker, train_loop_config
+
+    def fit(self):
+        return self.function(self.config)
+
+
 def add_modules():
     """Adds modules that are not installed."""
+    ray = mock.MagicMock()
+    ray.TensorflowTrainer = RayTrainer
+    ray.ReportCheckpointCallback = keras.callbacks.Callback
     tfds = types.ModuleType("tensorflow_datasets")
     tfds.load, tfds.disable_progress_bar = load_tfds, lambda: None
     tfds.Split = types.SimpleNamespace(TRAIN="train", TEST="test")
@@ -94,6 +109,11 @@ def add_modules():
         "pyspark.context": spark,
         "pyspark.conf": spark,
         "tensorflowonspark": spark,
+        "ray": ray,
+        "ray.air.integrations.keras": ray,
+        "ray.train": ray,
+        "ray.train.tensorflow": ray,
+        "submarine": mock.MagicMock(),
         "polyaxon": make_polyaxon(),
         "polyaxon.tracking": mock.MagicMock(),
         "polyaxon.tracking.contrib": mock.MagicMock(),

@@ -99,15 +99,13 @@ class CheckpointManager:
         for a pending save of this process.
         """
         self.wait()
-        steps = find_steps(self.directory)
-        return str(self._storage.path(steps[-1])) if steps else None
+        return (self.checkpoints or [None])[-1]
 
     @property
     def checkpoints(self) -> list[str]:
         """The paths of all checkpoints, oldest first."""
-        return list(
-            map(str, map(self._storage.path, find_steps(self.directory)))
-        )
+        steps = find_steps(self.directory)
+        return [str(self._storage.path(step)) for step in steps]
 
     def save(
         self,

@@ -193,18 +193,18 @@ _WEIGHTS = ("weights", "seeds")
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     """Returns the path of the newest checkpoint in a directory, or None.
 
-    Like `tf.train.latest_checkpoint`. Does not verify the checkpoint.
+    Like `tf.train.latest_checkpoint`, without verifying the checkpoint. Files
+    of weights (`*.weights.h5`) count where there are no checkpoints.
 
     Example:
       ```python
-      with ks.checkpoint.CheckpointManager(checkpoint, "run") as manager:
-          manager.save(step=100)
-      path = ks.checkpoint.latest_checkpoint("run")
-      checkpoint.restore(path)
+      checkpoint.restore(ks.checkpoint.latest_checkpoint("run"))
       ```
     """
-    steps = find_steps(directory)
-    return str(pathlib.Path(directory) / str(steps[-1])) if steps else None
+    path = pathlib.Path(directory)
+    found = [path / str(step) for step in find_steps(directory)[-1:]]
+    found = found or sorted(path.glob("*.weights.h5"), key=os.path.getmtime)
+    return str(found[-1]) if found else None
 
 
 @contextlib.contextmanager

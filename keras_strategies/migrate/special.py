@@ -59,14 +59,6 @@ def port_variable(port: Port, call: ast.Call) -> None:
             port.add_argument(call, "trainable", "False")
 
 
-def port_function(port: Port, call: ast.Call) -> None:
-    """Removes the options of a `tf.function`."""
-    args = [arg for arg in port.source.arguments(call) if not arg.word]
-    code = "ks.function({f})" if args else "ks.function"
-    port.claimed.add(call.func)
-    port.replace(call, code, {"f": args[0].span} if args else {})
-
-
 def port_range(port: Port, call: ast.Call) -> None:
     """Writes a loop over `tf.range` as Python's."""
     is_loop = getattr(port.names.parents[call], "iter", None) is call
@@ -134,6 +126,8 @@ def port_path(port: Port, call: ast.Call) -> None:
     value = _find_end(port, value)
     code = port.source.code(value)
     match = re.fullmatch(r"""([bfru]*['"]+)(.*?)(['"]+)""", code, re.S)
+    if match is None and value is not call and "load" not in name:
+        port.mark(call, TEXTS["path"])
     if match is None or match[2].endswith(tuple(ENDINGS[kind])):
         return
     body = re.sub(r"(\.h5|\.hdf5|\.ckpt|\.tf|/+)$", "", match[2])

@@ -227,6 +227,23 @@ def test_no_path_restores_nothing(tmp_path):
         checkpoint.restore(tmp_path)
 
 
+def test_the_latest_of_files_of_weights(tmp_path):
+    """tf's tutorial loads what `ModelCheckpoint` wrote by its newest file."""
+    model = keras.Sequential([keras.Input((2,)), dense(1)])
+    for age, name in [(0, "b"), (9, "a"), (5, "c")]:
+        path = tmp_path / f"{name}.weights.h5"
+        model.save_weights(path)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    path = ks.checkpoint.latest_checkpoint(tmp_path)
+    assert path == str(tmp_path / "b.weights.h5")
+    model.load_weights(path)
+    with ks.checkpoint.CheckpointManager(
+        ks.checkpoint.Checkpoint(model=model), tmp_path
+    ) as manager:
+        manager.save(3)
+    assert ks.checkpoint.latest_checkpoint(tmp_path) == str(tmp_path / "3")
+
+
 class TwoLayers(keras.Model):
     def __init__(self, width=4):
         super().__init__()
