@@ -113,7 +113,7 @@ LOGIC_LINES = {
     "planning": 3326,
     "reporting": 972,
     "run": 729,
-    "spmd": 1650,
+    "spmd": 1658,
     "step": 2508,
     "strategy": 2166,
     "tape": 449,

@@ -30,7 +30,9 @@ from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.spmd.identity import IdentityMap
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import (
+    add_dim,
     as_number,
+    drop_dim,
     replica_map,
     replicated_spec,
     split_spec,
@@ -45,10 +47,7 @@ from keras_strategies.spmd.values import (
 )
 from keras_strategies.step import output_shardings
 from keras_strategies.step.ragged import replica_merge
-from keras_strategies.step.ragged.ragged_call import (
-    BranchResult,
-    call_ragged,
-)
+from keras_strategies.step.ragged.ragged_call import BranchResult, call_ragged
 from keras_strategies.step.ragged.variants import (
     Variant,
     compute_local_share,
@@ -323,7 +322,7 @@ class RunProgram:
     ) -> tuple[Any, ...]:
         step = replica_trace.make_step(self._mesh, is_update=self._is_update)
         variables = [*self.written, *self._read]
-        old = [*written, *[c[0] for c in copies], *read]
+        old = [*written, *[drop_dim(c, self._mesh) for c in copies], *read]
         folded = seeds.fold_seeds(variables, old, step)
         step = step.with_facts(
             is_ragged=bool(self._variant_rows),
@@ -347,8 +346,8 @@ class RunProgram:
             for k in report.unchecked
         ]
         return (
-            [output[None] for output in called.outputs],
-            [copy[None] for copy in new_copies],
+            [add_dim(output, self._mesh) for output in called.outputs],
+            [add_dim(copy, self._mesh) for copy in new_copies],
             sums,
             same,
             values[: len(self.written)],

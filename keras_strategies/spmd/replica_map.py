@@ -224,6 +224,28 @@ def split_spec(mesh: ReplicaMesh, *, dim: int = 0) -> PartitionSpec:
     return PartitionSpec(*[None] * dim, mesh.all_replicas)
 
 
+def add_dim(array: Array, mesh: ReplicaMesh) -> jax.Array:
+    """Adds the replica dimension, of size 1, in a mapped program."""
+    return _hide(jnp.asarray(array), mesh)[None]
+
+
+def drop_dim(array: jax.Array, mesh: ReplicaMesh) -> jax.Array:
+    """Removes the replica dimension, of size 1, in a mapped program."""
+    return _hide(array[0], mesh)
+
+
+def _hide(array: jax.Array, mesh: ReplicaMesh) -> jax.Array:
+    """Keeps XLA on CPU from moving a dimension of size 1 past operations.
+
+    XLA (jax 0.10 to 0.12) moves it past the update of an array by a slice of
+    itself. The update then reads entries that it has written
+    (https://github.com/openxla/xla/issues/49176).
+    """
+    if mesh.platform != "cpu" or not array.ndim:
+        return array
+    return jax.lax.optimization_barrier(array)
+
+
 def replica_id(axis: Axis) -> jax.Array | int:
     """Returns the id of the calling replica.
 

@@ -38,6 +38,7 @@ from keras_strategies.spmd.buffers import choose_buffering
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import (
     ShardExchange,
+    add_dim,
     all_max,
     all_sum,
     replica_map,
@@ -349,7 +350,7 @@ class _SectionedStep:
                     values.full(variable), self._mesh.all_replicas
                 )
             elif want.how is _Result.PER_REPLICA:
-                results[i] = jnp.asarray(values.full(variable))[None]
+                results[i] = add_dim(values.full(variable), self._mesh)
             elif isinstance(want.spec, Sharded):
                 results[i] = values.shard(variable, want.spec)
             else:

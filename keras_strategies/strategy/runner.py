@@ -32,6 +32,7 @@ from keras_strategies.spmd import values
 from keras_strategies.spmd.host_arrays import from_tensor
 from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh, has_sharding
+from keras_strategies.spmd.replica_map import drop_dim
 from keras_strategies.step.ragged.variants import Variant
 from keras_strategies.strategy import current
 from keras_strategies.strategy.replica_context import make_replica_scope
@@ -209,6 +210,10 @@ class Runner:
         ]
         return values.STACKED, values.stack_replicas(equal, self._mesh), sizes
 
+    def _drop_dim(self, kind: tuple[Any, ...], array: Any) -> Any:
+        is_stacked = kind[0] == values.STACKED
+        return drop_dim(array, self._mesh) if is_stacked else array
+
     def _make_program(
         self, call: "_Call", arguments: list[_Argument]
     ) -> RunProgram:
@@ -216,7 +221,7 @@ class Runner:
         array_kinds = [kind for kind in kinds if kind[0] != STATIC]
 
         def join_components(components: list[Any]) -> Tree:
-            rest = iter(components)
+            rest = map(self._drop_dim, array_kinds, components)
             return call(_take_component(kind, rest) for kind in kinds)
 
         program = RunProgram(
@@ -385,7 +390,4 @@ def _take_replica(leaf: Leaf, replica: int, mesh: ReplicaMesh) -> Leaf:
 
 def _take_component(kind: tuple[Any, ...], arrays: Iterator[Any]) -> Leaf:
     """Returns an argument: a Python value, or the next of the arrays."""
-    if kind[0] == STATIC:
-        return kind[4]
-    array = next(arrays)
-    return array[0] if kind[0] == values.STACKED else array
+    return kind[4] if kind[0] == STATIC else next(arrays)

@@ -284,6 +284,23 @@ def shard_rows(array):
     return jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))
 
 
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_shifts_in_place_are_wrong_where_a_dimension_is_added(is_hidden):
+    """If XLA is mended (#49176), `spmd/replica_map` needs no barriers."""
+
+    @jax.jit
+    def shift(x):
+        x = x + 1
+        shifted = x.at[1:].set(x[:-1])
+        if is_hidden:
+            shifted = jax.lax.optimization_barrier(shifted)
+        return shifted[None]
+
+    x = np.arange(4, dtype="float32")[:, None]
+    found = np.asarray(shift(x)).ravel().tolist()
+    assert found == ([1, 1, 2, 3] if is_hidden else [1, 1, 1, 1])
+
+
 def test_gradients_of_maxima_are_wrong_where_windows_overlap_over_shards():
     """Fails when they no longer are: windows may be sharded then
     (`constrain_operations`)."""
