@@ -25,9 +25,9 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.large_steps import tables
+from benchmarks.large_steps import recommender, tables
 
-CASES = tables.CASES
+CASES = tables.CASES | recommender.CASES
 
 
 def main():

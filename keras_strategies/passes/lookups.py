@@ -20,17 +20,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import DropVar, JaxprEqn, Literal, Var
+from jax.extend.core import Literal, Var
 
 from keras_strategies._types import Array, Equation
 from keras_strategies.passes.specs import Exchange, Sharded
 from keras_strategies.passes.stages import variables
-from keras_strategies.passes.weight_gradients import widen_added_rows
+from keras_strategies.passes.weight_gradients import adds_rows
 
 _ID_BYTES = 4
+_LANES, _VECTOR_MEMORY = 128, 2**27
 _KEEP_ZEROS = ("broadcast_in_dim", "convert_element_type")
-# The function that `jnp.take` (and so `keras.ops.take`) calls under `jax.jit`.
-_TAKE = "_take"
 
 
 def sends_less(ids: int, row_bytes: int, table_bytes: int, shards: int) -> bool:
@@ -106,11 +105,6 @@ def _is_zero(value: Any, makers: dict[Var, Any]) -> bool:
             return False
         value = maker.invars[0]
     return value.val == 0
-
-
-def adds_rows(equation: Equation) -> bool:
-    """Returns whether an equation adds rows at ids to a table."""
-    return equation.primitive.name in ("scatter-add", "scatter_add")
 
 
 def _size(equation: Equation, spec: Sharded) -> int:
@@ -250,14 +244,13 @@ class Lookups:
         total[spec.dim] //= spec.count
         shape[dim : dim + 1] = spec.count, total[spec.dim]
         parts = rows.reshape(shape).astype(spec.sum_dtype or rows.dtype)
-        window = tuple(d + 1 for d in window)
-        dtype = spec.sum_dtype or table.aval.dtype
-        shard = jax.lax.scatter_add(
-            jnp.zeros(total, dtype),
+        shard = _add_rows(
+            jnp.zeros(total, spec.sum_dtype or table.aval.dtype),
             self._gather_ids(ids),
-            self._exchange.swap(parts, dim, 0).astype(dtype),
-            numbers._replace(update_window_dims=window),
-            mode=params["mode"],
+            self._exchange.swap(parts, dim, 0),
+            numbers,
+            params["mode"],
+            is_tpu=spec.sharding.mesh.devices.flat[0].platform == "tpu",
         )
         shard = self._exchange.sum_shards(shard, spec)
         return shard.astype(table.aval.dtype)
@@ -266,6 +259,65 @@ class Lookups:
         if ids not in self._ids:
             self._ids[ids] = self._exchange.gather_ids(self._read_full(ids))
         return self._ids[ids]
+
+
+def _add_rows(
+    zeros: Array,
+    ids: Array,
+    rows: Array,
+    numbers: jax.lax.ScatterDimensionNumbers,
+    mode: Any,
+    is_tpu: bool,
+) -> Array:
+    """Returns the sum of all replicas' rows at their ids.
+
+    The rows of the replicas are added one replica after the other, so that
+    those of only one are stored in the sum's dtype.
+
+    Args:
+      zeros: Zeros of the sum's shape and dtype.
+      ids: The ids, of shape (replicas, ...).
+      rows: The rows, of shape (replicas, ...).
+      numbers: The dimension numbers of one replica's `scatter_add`.
+      mode: Its mode.
+      is_tpu: Whether TPUs compute the sum.
+    """
+    words, columns = zeros.shape[0], zeros.shape[-1]
+    count = _count_parts(zeros, rows, numbers) if is_tpu else 1
+    height = -(-words // count)
+    ids = ids.astype(jnp.promote_types(ids.dtype, "int32"))
+    if count > 1 and mode == jax.lax.GatherScatterMode.CLIP:
+        ids = jnp.clip(ids, 0, words - 1)
+
+    def add(total: Array, sent: tuple[Array, Array]) -> tuple[Array, None]:
+        ids, rows = sent
+        rows = rows.astype(total.dtype)
+        if count > 1:
+            is_here = jnp.arange(count * columns) // columns == ids // height
+            rows = jnp.where(is_here, jnp.tile(rows, count), 0)
+            ids = ids % height
+        return jax.lax.scatter_add(total, ids, rows, numbers, mode=mode), None
+
+    if count > 1:
+        zeros = jnp.zeros((height, count * columns), zeros.dtype)
+    total, _ = jax.lax.scan(add, zeros, (ids, rows))
+    return jnp.concatenate(jnp.split(total, count, axis=-1))[:words]
+
+
+def _count_parts(
+    zeros: Array, rows: Array, numbers: jax.lax.ScatterDimensionNumbers
+) -> int:
+    """Returns how many parts of a sum a TPU adds up side by side.
+
+    XLA pads the columns of a sum to a TPU's lanes, if it then fits into a
+    core's vector memory. Parts side by side fill the lanes.
+    """
+    is_table = zeros.ndim == 2 and numbers.inserted_window_dims == (0,)
+    is_table &= numbers.update_window_dims == (rows.ndim - 2,)
+    padded = zeros.shape[0] * _LANES * zeros.dtype.itemsize
+    if not is_table or padded > _VECTOR_MEMORY:
+        return 1
+    return max(_LANES // zeros.shape[1], 1)
 
 
 def _fills_rows(equation: Equation) -> bool:
@@ -302,65 +354,3 @@ def _widens(equation: Equation) -> bool:
         return False
     (before,), (after,) = equation.invars, equation.outvars
     return before.aval.dtype.itemsize < after.aval.dtype.itemsize
-
-
-def expose_lookups(
-    equations: Sequence[Any], outputs: Iterable[Any], tables: Iterable[Any]
-) -> Sequence[Any]:
-    """Returns equations in which lookups, and their gradients, can be found.
-
-    Calls of `jnp.take`, and of its gradient, are replaced by their equations.
-    If a gradient is cast to float32, the rows are cast instead.
-
-    Args:
-      equations: The equations.
-      outputs: Variables that are read after the equations.
-      tables: Variables that may be tables, and their gradients.
-    """
-    shapes = {v.aval.shape for v in tables}
-
-    def expand(equation: Equation) -> list[Any]:
-        values = *equation.invars, *equation.outvars
-        is_take = equation.params.get("name") == _TAKE
-        if is_take and any(v.aval.shape in shapes for v in values):
-            return _inline(equation)
-        return [equation]
-
-    inlined = [inner for equation in equations for inner in expand(equation)]
-    if not any(
-        adds_rows(e) and e.outvars[0].aval.shape in shapes for e in inlined
-    ):
-        return inlined
-    return widen_added_rows(inlined, variables(outputs))
-
-
-def _inline(call: JaxprEqn) -> list[Any]:
-    """Returns the equations of a called function, with the caller's variables.
-
-    Returns only the call if a result is not computed by an equation of its own.
-    """
-    closed = call.params["jaxpr"]
-    inner = getattr(closed, "jaxpr", closed)
-    computed = {v for e in inner.eqns for v in e.outvars}
-    results = inner.outvars
-    is_simple = len(set(map(id, results))) == len(results)
-    is_simple &= not inner.constvars
-    if not is_simple or not all(v in computed for v in results):
-        return [call]
-    names: dict[Any, Any] = dict(zip(inner.invars, call.invars, strict=True))
-    for variable, outer in zip(results, call.outvars, strict=True):
-        is_read = not isinstance(outer, DropVar)
-        names[variable] = outer if is_read else Var(variable.aval)
-
-    def rename(variable: Any) -> Any:
-        if isinstance(variable, Literal | DropVar):
-            return variable
-        return names.setdefault(variable, Var(variable.aval))
-
-    return [
-        e.replace(
-            invars=list(map(rename, e.invars)),
-            outvars=list(map(rename, e.outvars)),
-        )
-        for e in inner.eqns
-    ]

@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_strategies._types import Array
 from keras_strategies.passes.lookups import (
-    adds_rows,
     find_lookup,
     find_row_sum,
     is_float,
@@ -29,6 +28,7 @@ from keras_strategies.passes.stages import (
     variables,
     with_consts_as_inputs,
 )
+from keras_strategies.passes.weight_gradients import adds_rows
 
 Gathered = tuple[Var, ...]
 """A variable, followed by the variables that it was cast from."""

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from keras_strategies._types import Array, Equation
-from keras_strategies.passes.lookups import Lookups, adds_rows, expose_lookups
+from keras_strategies.passes.lookups import Lookups
 from keras_strategies.passes.sharded_calls import (
     Gathered,
     compute_call,
@@ -50,6 +50,10 @@ from keras_strategies.passes.specs import Exchange, Sharded
 from keras_strategies.passes.stages import (
     compute_equations,
     variables,
+)
+from keras_strategies.passes.weight_gradients import (
+    adds_rows,
+    expose_lookups,
 )
 
 

@@ -7,17 +7,26 @@
 - With mixed precision, a gradient is summed over the rows in half precision and
   then cast to float32, so the sum over the devices is in half precision, too.
   The cast is moved before the sums.
+- Calls that contain a lookup in a table, or its gradient, are replaced by their
+  equations.
 """
 
 import collections
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.extend.core import (
+    ClosedJaxpr,
+    DropVar,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+)
 
 from keras_strategies._types import Equation
 from keras_strategies.passes.stages import (
@@ -29,6 +38,8 @@ from keras_strategies.passes.stages import (
 _MOVES = names_in("transpose reshape squeeze expand_dims copy neg add_any")
 """Primitives that compute the same before a cast as after it."""
 _ADDED_ROWS = names_in("scatter-add scatter_add")
+# The function that `jnp.take` (and so `keras.ops.take`) calls under `jax.jit`.
+_TAKE = "_take"
 _SUMS = names_in("dot_general reduce_sum") + _ADDED_ROWS
 """Primitives that sum in the dtype of their operands."""
 
@@ -126,11 +137,71 @@ def _replace_equations(
     return list(itertools.chain.from_iterable(parts))
 
 
-def widen_added_rows(
-    equations: Sequence[Any], outputs: Sequence[Var]
+def expose_lookups(
+    equations: Sequence[Any], outputs: Iterable[Any], tables: Iterable[Any]
 ) -> Sequence[Any]:
-    """Moves casts of gradients before the sums of rows that were looked up."""
-    return _Widening(equations, outputs, _ADDED_ROWS).widen()
+    """Returns equations in which lookups, and their gradients, can be found.
+
+    Calls of `jnp.take`, and of its gradient, are replaced by their equations.
+    If a gradient is cast to float32, the rows are cast instead.
+
+    Args:
+      equations: The equations.
+      outputs: Variables that are read after the equations.
+      tables: Variables that may be tables, and their gradients.
+    """
+    shapes = {v.aval.shape for v in tables}
+
+    def expand(equation: Equation) -> list[Any]:
+        values = *equation.invars, *equation.outvars
+        is_take = equation.params.get("name") == _TAKE
+        if is_take and any(v.aval.shape in shapes for v in values):
+            return _inline(equation)
+        return [equation]
+
+    inlined = [inner for equation in equations for inner in expand(equation)]
+    if not any(
+        adds_rows(e) and e.outvars[0].aval.shape in shapes for e in inlined
+    ):
+        return inlined
+    return _Widening(inlined, variables(outputs), _ADDED_ROWS).widen()
+
+
+def _inline(call: JaxprEqn) -> list[Any]:
+    """Returns the equations of a called function, with the caller's variables.
+
+    Returns only the call if a result is not computed by an equation of its own.
+    """
+    closed = call.params["jaxpr"]
+    inner = getattr(closed, "jaxpr", closed)
+    computed = {v for e in inner.eqns for v in e.outvars}
+    results = inner.outvars
+    is_simple = len(set(map(id, results))) == len(results)
+    is_simple &= not inner.constvars
+    if not is_simple or not all(v in computed for v in results):
+        return [call]
+    names: dict[Any, Any] = dict(zip(inner.invars, call.invars, strict=True))
+    for variable, outer in zip(results, call.outvars, strict=True):
+        is_read = not isinstance(outer, DropVar)
+        names[variable] = outer if is_read else Var(variable.aval)
+
+    def rename(variable: Any) -> Any:
+        if isinstance(variable, Literal | DropVar):
+            return variable
+        return names.setdefault(variable, Var(variable.aval))
+
+    return [
+        e.replace(
+            invars=list(map(rename, e.invars)),
+            outvars=list(map(rename, e.outvars)),
+        )
+        for e in inner.eqns
+    ]
+
+
+def adds_rows(equation: Equation) -> bool:
+    """Returns whether an equation adds rows at ids to a table."""
+    return equation.primitive.name in _ADDED_ROWS
 
 
 class _Widening:

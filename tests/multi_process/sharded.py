@@ -10,6 +10,8 @@ import keras
 import numpy as np
 
 import keras_strategies as ks
+from benchmarks.large_steps.recommender import FEATURES
+from benchmarks.large_steps.recommender import make_model as make_recommender
 from keras_strategies.testing import assert_replicated
 from keras_strategies.variables.model_variables import (
     all_variables,
@@ -399,24 +401,54 @@ def look_up(words, width, steps, rows=8):
     """
     ids = np.random.default_rng(2).integers(0, words, (rows, 3)).astype("int32")
     y = np.tanh(np.arange(rows, dtype="float32"))[:, None]
+
+    def make():
+        table = keras.layers.Embedding(words, width)
+        pool = keras.layers.GlobalAveragePooling1D()
+        inputs = keras.Input((3,), dtype="int32")
+        model = keras.Model(inputs, dense(1)(pool(table(inputs))))
+        model.compile(keras.optimizers.Adam(0.01, epsilon=0.01), "mse")
+        return model
+
+    return _train_tables(make, ids, y, steps)
+
+
+def recommend(sizes, width, steps, rows=8):
+    """Returns what `look_up` does, of a model with several tables."""
+    random = np.random.default_rng(2)
+    ids = random.integers(0, max(sizes), (rows, len(sizes))).astype("int32")
+    features = random.normal(size=(rows, FEATURES)).astype("float32")
+    y = (np.arange(rows, dtype="float32") % 2)[:, None]
+
+    def make():
+        adam = keras.optimizers.Adam(0.01, epsilon=0.01)
+        return make_recommender(sizes, adam, width, 16)
+
+    return _train_tables(make, [ids, features], y, steps)
+
+
+def _train_tables(make, x, y, steps):
     tables, kinds = [], []
     sharded = made(len(jax.devices()))
     for strategy in (sharded, ks.OneDeviceStrategy("cpu:0")):
         keras.utils.set_random_seed(1)
         with strategy.scope():
-            table = keras.layers.Embedding(words, width)
-            pool = keras.layers.GlobalAveragePooling1D()
-            inputs = keras.Input((3,), dtype="int32")
-            model = keras.Model(inputs, dense(1)(pool(table(inputs))))
-            model.compile(keras.optimizers.Adam(0.01, epsilon=0.01), "mse")
+            model = make()
         if strategy is sharded:
-            shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (ids, y)]
-            program = strategy.compile_step(model, tuple(shapes))
+            shapes = jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, y)
+            )
+            program = strategy.compile_step(model, shapes)
             kinds = [kind for kind, n in program.collectives.items() if n]
         model.fit(
-            ids, y, batch_size=rows, epochs=steps, shuffle=False, verbose=0
+            *(x, y),
+            batch_size=len(y),
+            epochs=steps,
+            shuffle=False,
+            verbose=0,
         )
-        tables.append(np.asarray(table.embeddings))
+        weights = [v for v in model.weights if v.name == "embeddings"]
+        tables.append(np.concatenate([np.asarray(v) for v in weights]))
     found, expected = tables
     error = float(np.abs(found - expected).max())
     return {"error": error, "kinds": kinds, "sum": float(found.sum())}

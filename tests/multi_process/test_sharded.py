@@ -99,6 +99,7 @@ def found(directory):
         "refused": (),
         "find_collectives": (),
         "look_up": (1000, 16, 4),
+        "recommend": ([2, 40, 90, 200, 600, 900, 1500, 5000], 16, 4),
     }
     values = values_of_each(
         2, *((f"{ROOM}:{name}", *args) for name, args in calls.items())
@@ -236,8 +237,9 @@ def compare_tables(values):
     assert "all-to-all" in first["kinds"]
 
 
-def test_processes_exchange_rows_of_tables(found):
-    compare_tables(found["look_up"])
+@pytest.mark.parametrize("name", ["look_up", "recommend"])
+def test_processes_exchange_rows_of_tables(found, name):
+    compare_tables(found[name])
 
 
 @pytest.mark.slow

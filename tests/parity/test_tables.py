@@ -13,12 +13,15 @@ import pytest
 from keras import layers, ops
 
 import keras_strategies as ks
+from benchmarks.large_steps.recommender import FEATURES
+from benchmarks.large_steps.recommender import make_model as make_recommender
 from keras_strategies.testing import assert_replicated
 from keras_strategies.variables.model_variables import all_variables
-from tests.support.combinations import combine, some
+from tests.support.combinations import combine, cover, some
 from tests.support.strategies import make_strategy
 
 WORDS, WIDTH, LENGTH = 600, 24, 3
+TABLES = 2, 40, 90, 200, 600, 900, 1500, 5000
 OPTIMIZERS = {
     "adam": lambda: keras.optimizers.Adam(0.01, epsilon=0.01),
     "adagrad": lambda: keras.optimizers.Adagrad(0.1),
@@ -137,24 +140,17 @@ def accumulated():
     return model
 
 
-def recommender(words=(30, 600, 900), width=WIDTH):
-    """Tables of several sizes and dense features, as DLRM has them."""
-    ids = keras.Input((len(words),), dtype="int32")
-    features = keras.Input((4,))
-    seed = keras.initializers.GlorotUniform(6)
-    dense = layers.Dense(width, "tanh", kernel_initializer=seed)(features)
-    rows = [table(n, width)(ids[:, k] % n) for k, n in enumerate(words)]
-    stacked = ops.stack([dense, *rows], axis=1)
-    products = ops.matmul(stacked, ops.transpose(stacked, (0, 2, 1)))
-    value = layers.Concatenate()([dense, layers.Flatten()(products)])
-    return make([ids, features], value)
+def recommender(optimizer="adam"):
+    """Eight tables of several sizes and dense features, as DLRM has them."""
+    keras.utils.set_random_seed(7)
+    return make_recommender(TABLES, OPTIMIZERS[optimizer](), WIDTH, 16)
 
 
 MODELS = {
     f.__name__: f
     for f in (
         *(pooled, masked, regularized, constrained, looked_up_twice, tied),
-        *(taken, in_bfloat16, with_lora, accumulated, recommender),
+        *(taken, in_bfloat16, with_lora, accumulated),
     )
 }
 # bfloat16 has 8 significant bits.
@@ -168,7 +164,9 @@ def make_data(model, rows):
     y = random.normal(size=(rows, 1)).astype("float32")
     if len(model.inputs) == 1:
         return ids, y
-    return [ids, random.normal(size=(rows, 4)).astype("float32")], y
+    ids = random.integers(0, max(TABLES), (rows, len(TABLES)))
+    features = random.normal(size=(rows, FEATURES)).astype("float32")
+    return [ids.astype("int32"), features], np.float32(y > 0)
 
 
 def train(model, rows, batch_size):
@@ -211,19 +209,12 @@ def check(make, strategy, rows, batch_size, tolerance=3e-5):
     return model
 
 
+NAMES = ["sharded2", "sharded3", "sharded4", "sharded8"]
+
+
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    combine(
-        [
-            "sharded2",
-            "sharded3",
-            "sharded4",
-            "sharded8",
-            "sharded8_in_groups_of_4",
-        ],
-        OPTIMIZERS,
-        every=3,
-    ),
+    combine([*NAMES, "sharded8_in_groups_of_4"], OPTIMIZERS, every=3),
 )
 @pytest.mark.parametrize(
     ("rows", "batch_size"), [(48, 24), (53, 24)], ids=["even", "uneven"]
@@ -237,6 +228,20 @@ def test_every_optimizer_equals_one_device(name, optimizer, rows, batch_size):
     # The rows, and their gradient.
     assert count_exchanges(text) == 2
     assert f"{WORDS},{WIDTH}]" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "rows"), cover(NAMES, OPTIMIZERS, [48, 53])
+)
+def test_a_recommender_equals_one_device(name, optimizer, rows):
+    strategy = make_strategy(name)
+    model = check(lambda: recommender(optimizer), strategy, rows, 24)
+    tables = [v for v in model.weights if v.name == "embeddings"]
+    sharded = [v for v in tables if not v.value.sharding.is_fully_replicated]
+    assert len(tables) == len(TABLES)
+    # Small ones are gathered: ids and rows would be more bytes.
+    count = count_exchanges(compile_text(strategy, model, 24))
+    assert 0 < count < 2 * len(sharded)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.lax import GatherScatterMode
 from jax.sharding import NamedSharding, PartitionSpec
 
+from keras_strategies.passes.lookups import _add_rows as add_rows
 from keras_strategies.passes.lookups import sends_less
 from keras_strategies.passes.marked_updates import is_collecting, mark_update
 from keras_strategies.passes.specs import Sharded
@@ -231,3 +233,35 @@ def test_a_small_table_is_gathered():
 )
 def test_what_sends_less(ids, row_bytes, words, shards, is_less):
     assert sends_less(ids, row_bytes, words * row_bytes, shards) == is_less
+
+
+@pytest.mark.parametrize("mode", ["clip", "drop"])
+@pytest.mark.parametrize(
+    ("words", "columns", "dtype"),
+    [
+        (300, 32, "int32"),
+        (301, 1, "uint8"),
+        (127, 48, "int8"),
+        (300, 24, "int32"),
+    ],
+)
+def test_sums_of_tpus_side_by_side(mode, words, columns, dtype):
+    random = np.random.default_rng(0)
+    ids = random.integers(-2, words + 9, (3, 40, 1)).astype(dtype)
+    rows = random.normal(size=(3, 40, columns)).astype("bfloat16")
+    rows[0, ids[0, :, 0] < 0] = np.nan
+    numbers = jax.lax.ScatterDimensionNumbers((1,), (0,), (0,))
+    zeros = jnp.zeros((words, columns))
+    found = [
+        jax.jit(add_rows, static_argnums=range(3, 6))(
+            zeros, ids, rows, numbers, GatherScatterMode.from_any(mode), is_tpu
+        )
+        for is_tpu in (True, False)
+    ]
+    np.testing.assert_array_equal(*found)
+    if mode == "drop":
+        ids = ids.astype("int32")
+        wanted = np.zeros((words, columns), "float32")
+        is_known = (ids >= 0) & (ids < words)
+        np.add.at(wanted, ids[is_known], rows[is_known[..., 0]])
+        np.testing.assert_allclose(found[0], wanted, atol=1e-6)
