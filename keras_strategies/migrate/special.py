@@ -11,6 +11,11 @@ from keras_strategies.migrate.port import Port
 from keras_strategies.migrate.scopes import dotted_name
 from keras_strategies.migrate.tables import ENDINGS, TEXTS, WORDS
 
+# `[X(), X()]`, `[X()] * n` and `[X() for _ in range(n)]`.
+_VIRTUAL_DEVICES = re.compile(
+    r"\[((?:[\w.]+\(\)(?:, )?)+)(?: for \w+ in range\(([\w.]+)\))?\]"
+    r"(?: \* (.+))?"
+)
 # How far the values of names are followed.
 _MAX_STEPS = 8
 # The first parameters of Keras 2's `add_weight`.
@@ -36,12 +41,13 @@ def port_devices(port: Port, call: ast.Call) -> None:
 def port_split(port: Port, call: ast.Call) -> None:
     """Writes virtual devices as JAX's, if they have no limit of memory."""
     code = ast.unparse(call.args[-1]) if call.args else ""
-    match = re.fullmatch(r"\[((?:[\w.]+\(\)(?:, )?)+)\](?: \* (.+))?", code)
+    match = _VIRTUAL_DEVICES.fullmatch(code)
     if match is None:
         port.mark(call, TEXTS["split"])
         return
     number = str(match[1].count("()"))
-    count = " * ".join(filter(None, [number, match[2]])).removeprefix("1 * ")
+    factors = filter(None, [number, match[2], match[3]])
+    count = " * ".join(factors).removeprefix("1 * ")
     port.replace(call, f'jax.config.update("jax_num_cpu_devices", {count})')
 
 
