@@ -12,10 +12,7 @@ from keras_strategies.migrate.scopes import dotted_name
 from keras_strategies.migrate.tables import ENDINGS, TEXTS, WORDS
 
 # `[X(), X()]`, `[X()] * n` and `[X() for _ in range(n)]`.
-_VIRTUAL_DEVICES = re.compile(
-    r"\[((?:[\w.]+\(\)(?:, )?)+)(?: for \w+ in range\(([\w.]+)\))?\]"
-    r"(?: \* (.+))?"
-)
+_DEVICES = r"\[((?:[\w.]+\(\),? ?)+)(?:for \w+ in range\((\w+)\))?\](?: \* (.+))?"
 # How far the values of names are followed.
 _MAX_STEPS = 8
 # The first parameters of Keras 2's `add_weight`.
@@ -41,7 +38,7 @@ def port_devices(port: Port, call: ast.Call) -> None:
 def port_split(port: Port, call: ast.Call) -> None:
     """Writes virtual devices as JAX's, if they have no limit of memory."""
     code = ast.unparse(call.args[-1]) if call.args else ""
-    match = _VIRTUAL_DEVICES.fullmatch(code)
+    match = re.fullmatch(_DEVICES, code)
     if match is None:
         port.mark(call, TEXTS["split"])
         return
@@ -150,7 +147,8 @@ def _find_end(port: Port, value: ast.expr) -> ast.expr:
             scopes = [each for each in visible if name in each.others][:1]
         found = [v for s in scopes for names, v in s.assigned if name in names]
         if isinstance(value, ast.BinOp):
-            value = value.right
+            is_format = isinstance(value.op, ast.Mod)
+            value = value.left if is_format else value.right
         elif isinstance(value, ast.Call) and value.args:
             is_join = getattr(value.func, "attr", "") == "join"
             value = value.args[-1] if is_join else value
