@@ -12,7 +12,7 @@ from keras_strategies.migrate.scopes import dotted_name
 from keras_strategies.migrate.tables import ENDINGS, TEXTS, WORDS
 
 # `[X(), X()]`, `[X()] * n` and `[X() for _ in range(n)]`.
-_DEVICES = r"\[((?:[\w.]+\(\),? ?)+)(?:for \w+ in range\((\w+)\))?\](?: \* (.+))?"
+_SPLIT = r"\[((?:[\w.]+\(\),? ?)+)(?:for \w+ in range\((\w+)\))?\](?: \* (.+))?"
 # How far the values of names are followed.
 _MAX_STEPS = 8
 # The first parameters of Keras 2's `add_weight`.
@@ -38,7 +38,7 @@ def port_devices(port: Port, call: ast.Call) -> None:
 def port_split(port: Port, call: ast.Call) -> None:
     """Writes virtual devices as JAX's, if they have no limit of memory."""
     code = ast.unparse(call.args[-1]) if call.args else ""
-    match = re.fullmatch(_DEVICES, code)
+    match = re.fullmatch(_SPLIT, code)
     if match is None:
         port.mark(call, TEXTS["split"])
         return
