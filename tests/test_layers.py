@@ -109,7 +109,7 @@ LOGIC_LINES = {
     "kernels": 2105,
     "migrate": 1499,
     "names": 309,
-    "passes": 5377,
+    "passes": 5384,
     "planning": 3326,
     "reporting": 972,
     "run": 729,

@@ -12,9 +12,14 @@ the process, for some shardings of operands (docs/upstream.md):
 - If a dimension is sharded along which the windows of a maximum overlap, the
   gradient of the maximum is wrong. Fourier transforms along a sharded dimension
   cannot be computed on CPU. Losses that combine rows in these ways cause this.
+- If a loop adds scattered values (gradients of a table) to its carry, XLA for
+  TPUs (libtpu 0.0.42.1) moves their sum over the devices out of the loop, in
+  which all devices but the first discard what they have added before
+  (https://github.com/openxla/xla/issues/49143).
 
-So no such dimension is sharded. Other dimensions stay open: rows are sharded
-over the replicas, and features over the cores of a replica.
+So no such dimension is sharded, and XLA does not see what scatters add to.
+Other dimensions stay open: rows are sharded over the replicas, and features
+over the cores of a replica.
 """
 
 import functools
@@ -36,6 +41,8 @@ from keras_strategies._types import Equation, Tree
 from keras_strategies.passes.stages import rewrite_programs
 
 _OPEN = PartitionSpec.UNCONSTRAINED
+# In place of a spec: XLA must not look through the value.
+_HIDDEN = PartitionSpec("hidden")
 
 
 def constrain_function(
@@ -126,11 +133,13 @@ class _Constraints:
         key = aval.shape, aval.dtype, spec
         if key not in self._made:
             sharding = spec
-            if self._mesh is not None:
+            if self._mesh is not None and spec is not _HIDDEN:
                 sharding = NamedSharding(self._mesh, spec)
             constrain = functools.partial(
                 jax.lax.with_sharding_constraint, shardings=sharding
             )
+            if spec is _HIDDEN:
+                constrain = jax.lax.optimization_barrier
             shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
             self._made[key] = jax.make_jaxpr(constrain)(shape).jaxpr
         (equation,) = self._made[key].eqns
@@ -184,6 +193,12 @@ def _close_transformed(equation: Equation, axes: tuple[str, ...]) -> _Specs:
     return _close(equation, range(rank)[-len(equation.params["fft_lengths"]) :])
 
 
+def _hide_operand(equation: Equation, axes: tuple[str, ...]) -> _Specs:
+    """Returns the specs of a scatter that adds to its operand."""
+    del axes
+    return [_HIDDEN, *[None] * (len(equation.invars) - 1)], [None]
+
+
 def _close_spatial(equation: Equation, axes: tuple[str, ...]) -> _Specs:
     """Returns the specs of a convolution's operands and result."""
     params = equation.params
@@ -216,6 +231,7 @@ def _close_spatial(equation: Equation, axes: tuple[str, ...]) -> _Specs:
 _RULES: dict[str, Callable[[Equation, tuple[str, ...]], _Specs]] = {
     "conv_general_dilated": _close_spatial,
     "fft": _close_transformed,
+    "scatter-add": _hide_operand,
     "select_and_gather_add": _close_windows,
     "select_and_scatter": _close_windows,
     "select_and_scatter_add": _close_windows,

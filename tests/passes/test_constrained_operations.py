@@ -201,6 +201,22 @@ def test_programs_that_are_called_several_times_stay_shared():
     assert len(programs) == 1
 
 
+def test_what_scatters_add_to_is_hidden():
+    def accumulate(table, ids):
+        return jax.lax.scan(lambda t, i: (t.at[i].add(1), i), table, ids)[0]
+
+    mesh, table = make_mesh(2), np.zeros(4, "float32")
+    ids = np.array([[0, 2], [2, 3]])
+    traced = jax.make_jaxpr(accumulate)(table, ids)
+    changed = constrain_operations(traced, mesh.axis_names, mesh)
+    (scan,) = (e for e in changed.eqns if e.primitive.name == "scan")
+    made = {v: e for e in scan.params["jaxpr"].eqns for v in e.outvars}
+    (scatter,) = (e for e in made.values() if e.primitive.name == "scatter-add")
+    assert made[scatter.invars[0]].primitive.name == "optimization_barrier"
+    found = jax.jit(jax.extend.core.jaxpr_as_fun(changed))(table, ids)[0]
+    np.testing.assert_array_equal(found, [1, 0, 2, 1])
+
+
 def test_programs_without_convolutions_stay():
     traced = jax.make_jaxpr(jax.jit(jnp.sin))(np.ones(8, "float32"))
     assert constrain_operations(traced, AXES) is traced

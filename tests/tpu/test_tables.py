@@ -4,11 +4,17 @@ The bounds are those of programs of raw JAX that exchange ids and rows.
 """
 
 import functools
+import re
 
+import jax
+import jax.numpy as jnp
+import keras
 import pytest
 
+import keras_strategies as ks
 from benchmarks.large_steps import recommender
 from benchmarks.large_steps.tables import CASES
+from keras_strategies.passes import hlo
 
 pytestmark = pytest.mark.tpu
 
@@ -47,3 +53,58 @@ def test_a_recommender_is_as_small_and_fast_as_in_jax():
     # The table of 1,000 rows is gathered, no other.
     assert sum(ours.costs.sent.values()) < 20e6
     assert ours.costs.counts["all-to-all"] > 0
+
+
+class MicroBatches(keras.Model):
+    """Adds the gradients of two halves of a batch up in a loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(96, 128)
+
+    def call(self, x):
+        return keras.ops.mean(self.table(x), axis=1)
+
+    def train_step(self, state, data):
+        weights, others, slots, metrics = state
+
+        def add(sums, half):
+            def loss(weights):
+                outputs, _ = self.stateless_call(weights, others, half[0])
+                return jnp.mean((outputs - half[1]) ** 2)
+
+            gradients = jax.grad(loss)(weights)
+            return [a + b for a, b in zip(sums, gradients, strict=True)], None
+
+        halves = [a.reshape(2, -1, *a.shape[1:]) for a in data[:2]]
+        zeros = [jnp.zeros_like(w) for w in weights]
+        sums, _ = jax.lax.scan(add, zeros, halves)
+        weights, slots = self.optimizer.stateless_apply(slots, sums, weights)
+        return {"loss": 0.0}, (weights, others, slots, metrics)
+
+
+@pytest.mark.filterwarnings("ignore:This step runs over the global batch")
+def test_gradients_of_a_table_are_summed_in_the_loop_that_adds_them_up():
+    """XLA moves the sum out, wrongly (`passes/constrained_operations`)."""
+    strategy = ks.TPUStrategy.for_topology("v4:2x2x1")
+    with strategy.scope(), ks.abstract():
+        model = MicroBatches()
+        model.compile("sgd", "mse")
+    batch = [
+        jax.ShapeDtypeStruct((6, 16), "int32"),
+        jax.ShapeDtypeStruct((6, 128), "float32"),
+    ]
+    text = strategy.compile_step(model, tuple(batch)).executable.as_text()
+    bodies = re.findall(r"body=%?([\w.\-]+)", text)
+    sums = {
+        name: [x for x in computation.instructions if "all-reduce" in x.opcode]
+        for name, computation in hlo.parse(text).computations.items()
+    }
+    places = [
+        name
+        for name, found in sums.items()
+        for instruction in found
+        if any(a.dims == (96, 128) for a in instruction.arrays)
+    ]
+    assert places
+    assert set(places) <= set(bodies)
