@@ -45,6 +45,9 @@ from keras_strategies.tpu.chips import find_chip
 
 LAYERS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 
+WITHOUT_KERNEL = "ks.attention"
+"""The scope of the operations by which XLA computes attention on TPUs."""
+
 _WITHOUT_KERNELS = ("TPU v2", "TPU v3")
 _PRECISIONS = (None, "default", "bfloat16")
 """The values of `jax_default_matmul_precision` that the kernel implements."""
@@ -131,11 +134,11 @@ def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
             return _attend(trace, known, **arguments)
         _note_reason(reason)
         _warn_of_scores(trace, query, key, reason)
-        arguments["flash_attention"] = False
-        if arguments.get("attn_logits_soft_cap") is None:
-            return original(**arguments)
-        del arguments["flash_attention"]
-        return capped_attention(**arguments)
+        with jax.named_scope(WITHOUT_KERNEL):
+            if arguments.get("attn_logits_soft_cap") is None:
+                return original(**arguments | {"flash_attention": False})
+            arguments.pop("flash_attention", None)
+            return capped_attention(**arguments)
 
     return attention
 

@@ -8,12 +8,15 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from keras_strategies.kernels.attention import WITHOUT_KERNEL
 from keras_strategies.passes import traces
 from keras_strategies.passes.row_kinds import losses, marks
 from keras_strategies.passes.row_kinds.losses import Finding, Verdict
+from keras_strategies.passes.stages import all_equations
 from keras_strategies.step.record import Record
+from keras_strategies.tpu.chips import find_chip
 
 Retrace = Callable[..., Record]
 """A function that traces the step again, with the number of rows of the global
@@ -253,6 +256,48 @@ class LogWarning(UserWarning):
 
     If a filter of warnings turns it into an error, the step does not run.
     """
+
+
+def warn_of_products(
+    jaxpr: ClosedJaxpr, device: jax.Device, parts: int
+) -> None:
+    """Warns of a matrix product that is too large, before it is compiled.
+
+    For example, these are scores of attention that a layer computes by itself.
+
+    Args:
+      jaxpr: The trace of a step.
+      device: One of its devices.
+      parts: The largest number of devices that may share the product.
+    """
+    chip = find_chip(device)
+    if chip is None:
+        return
+
+    def count_bytes(equation: JaxprEqn) -> float:
+        result: Any = equation.outvars[0].aval
+        return result.size * result.dtype.itemsize / parts
+
+    products = [
+        e
+        for e in all_equations(jaxpr)
+        if e.primitive.name == "dot_general"
+        # Otherwise it was warned of already.
+        and WITHOUT_KERNEL not in str(e.source_info.name_stack)
+    ]
+    largest = max(products, key=count_bytes, default=None)
+    if largest is None or count_bytes(largest) <= chip.memory_bytes:
+        return
+    warnings.warn(
+        "A step stores a matrix product of shape "
+        f"{largest.outvars[0].aval.shape}, {count_bytes(largest) / 1e9:.0f} GB "
+        f"on each device ({chip.memory_bytes / 1e9:.0f} GB of memory): "
+        f"{traces.find_place(largest) or 'unknown place'}. Use fewer rows or "
+        "shorter sequences. If these are scores of attention, a kernel that "
+        "stores none computes `keras.ops.dot_product_attention` (docs/tpu.md).",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def warn_of_log(equation: JaxprEqn) -> None:

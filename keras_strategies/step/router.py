@@ -90,6 +90,12 @@ class Router:
             self.kind = route
         if route.error is not None:
             raise route.error
+        if record.traced is not None:
+            parts = self._mesh.cores_per_replica
+            parts *= 1 if is_shared else self._mesh.num_replicas
+            analysis.warn_of_products(
+                record.jaxpr, self._mesh.devices[0], parts
+            )
         for equation in route.logs:
             analysis.warn_of_log(equation)
         return route
