@@ -7,9 +7,10 @@ holds them).
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -35,7 +36,7 @@ _SAME = names_in(
     "sharding_constraint",
 )
 """Primitives that return their operand."""
-_BY_ENTRY = names_in(
+BY_ENTRY = names_in(
     "abs add and convert_element_type div eq floor ge gt integer_pow le lt max",
     "min mul ne neg not or rem select_n sign sub xor",
 )
@@ -45,40 +46,6 @@ _MAX_VALUES = 5000
 
 class NotRecognized(Exception):
     """Raised if an array is no mask whose parts are known."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Line:
-    """Integers that grow by constant steps along the mask's dimensions.
-
-    Attributes:
-      steps: The step along each dimension; without those of 0.
-      offset: The number at the first position of each dimension.
-      is_absolute: Whether the numbers are the absolute ones of these.
-    """
-
-    steps: dict[int, int]
-    offset: int
-    is_absolute: bool = False
-
-    def plus(self, other: "Line") -> "Line":
-        """Returns the sum of two lines."""
-        dims = self.steps.keys() | other.steps.keys()
-        steps = {d: self.steps.get(d, 0) + other.steps.get(d, 0) for d in dims}
-        return Line(
-            steps={dim: step for dim, step in steps.items() if step},
-            offset=self.offset + other.offset,
-        )
-
-    def times(self, factor: int) -> "Line":
-        """Returns a multiple of the line."""
-        steps = {d: factor * step for d, step in self.steps.items() if factor}
-        return Line(steps=steps, offset=factor * self.offset)
-
-    def find_largest(self, sizes: Sequence[int]) -> int:
-        """Returns a bound of the absolute numbers."""
-        ends = (abs(step) * sizes[dim] for dim, step in self.steps.items())
-        return abs(self.offset) + sum(ends)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -188,7 +155,7 @@ class Value:
 
     @property
     def operands(self) -> list["Value"]:
-        """The operands of a primitive of `_BY_ENTRY`."""
+        """The operands of a primitive of `BY_ENTRY`."""
         found = []
         for operand in self.equation.invars:
             # Sizes of 1 are broadcast, and so are scalars.
@@ -245,10 +212,47 @@ class Value:
         dims = {dim for dim in value.dims if dim is not None}
         if not {QUERIES, KEYS} <= dims:
             return dims
-        if value.name in _BY_ENTRY:
+        if value.name == "iota":
+            return {value.dims[value.equation.params["dimension"]]} - {None}
+        if value.name == "cumsum":
+            operand = value._make(value.equation.invars[0], value.dims)
+            axis = value.dims[value.equation.params["axis"]]
+            return (operand.find_dims() | {axis}) - {None}
+        if value.name in BY_ENTRY:
             return set[int]().union(*(v.find_dims() for v in value.operands))
-        line = read_line(value)
-        return dims if line is None else set(line.steps)
+        return dims
+
+    def sample(self, places: Mapping[Any, np.ndarray]) -> np.ndarray | None:
+        """Returns entries of a value that is known when the step is traced.
+
+        Args:
+          places: Positions along dimensions of the mask.
+
+        Returns:
+          An array of the shape of the positions; None if the value is unknown,
+          or if it changes along other dimensions.
+        """
+        value = self.skip_moves()
+        if value.find_dims() - places.keys():
+            return None
+        if value.constant is not None:
+            index = tuple(places.get(dim, 0) for dim in value.dims)
+            return np.asarray(np.asarray(value.constant, value.dtype)[index])
+        if value.name in ("iota", "cumsum"):
+            params, number = value.equation.params, np.array(1)
+            dim = value.dims[params.get("dimension", params.get("axis"))]
+            place = places.get(dim, np.array(0))
+            if value.name == "cumsum":
+                operand = value._make(value.equation.invars[0], value.dims)
+                number, place = operand.sample({}), place + 1
+            if number is None or params.get("reverse"):
+                return None
+            return np.asarray(place * number.astype(int), value.dtype)
+        if value.name not in BY_ENTRY:
+            return None
+        entries = [v.sample(places) for v in value.operands]
+        is_known = not any(x is None for x in entries)
+        return compute_entries(value, entries) if is_known else None
 
     def with_dims(self, array: Any, dims: Sequence[int]) -> Any:
         """Returns an array like the value with the given dims of the mask.
@@ -302,70 +306,11 @@ def _compute(atom: Any, call: _Call | None) -> Any:
     return result
 
 
-def read_line(value: Value) -> Line | None:
-    """Returns a value as a line, or None if it is not known to be one."""
-    value = value.skip_moves()
-    line = _read_constant(value) if value.equation is None else _read(value)
-    if line is None:
-        return None
-    is_float = jnp.issubdtype(value.dtype, jnp.floating)
-    limit = (
-        2 ** (jnp.finfo(value.dtype).nmant + 1)
-        if is_float
-        else 1
-        if value.dtype == jnp.bool_
-        else jnp.iinfo(value.dtype).max
-    )
-    # Beyond it, numbers are rounded, or wrap around.
-    return line if line.find_largest(value.sizes) <= limit else None
-
-
-def _read(value: Value) -> Line | None:
-    name, params = value.name, value.equation.params
-    if name == "iota":
-        dim = value.dims[params["dimension"]]
-        return Line(steps={} if dim is None else {dim: 1}, offset=0)
-    if name == "cumsum":
-        ones = read_line(value._make(value.equation.invars[0], value.dims))
-        if ones is None or ones.steps or params["reverse"]:
-            return None
-        dim, step = value.dims[params["axis"]], ones.offset
-        return Line(
-            steps={dim: step} if dim is not None and step else {}, offset=step
+def compute_entries(value: Value, operands: Iterable[Any]) -> np.ndarray:
+    """Computes a value of `BY_ENTRY` from arrays that broadcast."""
+    arrays = np.broadcast_arrays(*operands)
+    with jax.ensure_compile_time_eval():
+        bind = value.equation.primitive.bind
+        return np.asarray(
+            bind(*map(jnp.asarray, arrays), **value.equation.params)
         )
-    if name not in ("add", "sub", "mul", "neg", "abs", "convert_element_type"):
-        return None
-    lines = list(map(read_line, value.operands))
-    known = [line for line in lines if line and not line.is_absolute]
-    if len(known) < len(lines):
-        return None
-    one, two = known[0], known[-1]
-    if name == "abs":
-        return dataclasses.replace(one, is_absolute=True)
-    if name == "neg":
-        return one.times(-1)
-    if name in ("add", "sub"):
-        return one.plus(two.times(-1 if name == "sub" else 1))
-    if name == "mul":
-        if two.steps:
-            one, two = two, one
-        return None if two.steps else one.times(two.offset)
-    return one
-
-
-def _read_constant(value: Value) -> Line | None:
-    """Reads a number, or numbers with equal steps along one dimension."""
-    dims = [dim for dim in value.dims if dim is not None]
-    if value.constant is None or len(dims) > 1:
-        return None
-    array = np.asarray(value.constant)
-    if array.dtype.kind not in "biu" and not np.array_equal(
-        array, np.trunc(array)
-    ):
-        return None
-    numbers = value.with_dims(array, dims).reshape(-1).astype(int)
-    steps = set(np.diff(numbers).tolist()) or {0}
-    if len(steps) > 1:
-        return None
-    line = Line(steps=dict.fromkeys(dims, 1), offset=0).times(steps.pop())
-    return line.plus(Line(steps={}, offset=int(numbers[0])))

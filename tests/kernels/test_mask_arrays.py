@@ -166,6 +166,12 @@ RECOGNIZED = {
         lambda p, s: packed(p, s) & merged(p, causal_of_hub()),
         (None, 0),
     ),
+    "sums": (
+        lambda p, s: (
+            (causal_of_hub()[:, None].astype("int32") + p[:, None, None]) > 1
+        ),
+        (None, 0),
+    ),
     "cross": (
         lambda p, s: jnp.broadcast_to(
             p[:, None, None], (ROWS, HEADS, LENGTH, LENGTH)
@@ -272,9 +278,6 @@ NOT_RECOGNIZED = {
         p[:1, :HEADS, None, None], (1, HEADS, LENGTH, LENGTH)
     ),
     "nothing": lambda p, s: jnp.tri(LENGTH, dtype=bool)[None, None] & False,
-    "sums": lambda p, s: (
-        (causal_of_hub()[:, None].astype("int32") + p[:, None, None]) > 1
-    ),
 }
 
 
