@@ -12,7 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import (
+    ClosedJaxpr,
+    DropVar,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+)
 
 from keras_strategies._types import Array, Equation
 from keras_strategies.passes import stages
@@ -179,6 +187,36 @@ def find_called_jaxpr(equation: Equation) -> tuple[Any, list[Any]] | None:
     if not is_known or len(inner.invars) != len(equation.invars):
         return None
     return inner, consts
+
+
+def inline_program(
+    jaxpr: Jaxpr, inputs: Sequence[Any], outputs: Sequence[Any]
+) -> list[Any]:
+    """Returns a program's equations with other variables.
+
+    Args:
+      jaxpr: The program. Each output is the result of an equation, and no other
+        output is the same one.
+      inputs: The variables, or literals, that its equations read as its inputs.
+      outputs: The variables of its outputs.
+    """
+    names: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
+    for variable, output in zip(jaxpr.outvars, outputs, strict=True):
+        is_read = not isinstance(output, DropVar)
+        names[variable] = output if is_read else Var(output.aval)
+
+    def rename(variable: Any) -> Any:
+        if isinstance(variable, Literal | DropVar):
+            return variable
+        return names.setdefault(variable, Var(variable.aval))
+
+    return [
+        e.replace(
+            invars=list(map(rename, e.invars)),
+            outvars=list(map(rename, e.outvars)),
+        )
+        for e in jaxpr.eqns
+    ]
 
 
 def _trace_expanded(equation: JaxprEqn) -> tuple[Any, list[Any]]:

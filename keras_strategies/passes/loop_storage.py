@@ -1,5 +1,9 @@
-"""Changes what the loops of a forward and a backward pass store.
+"""Changes what loops compute and store, such as those of recurrent layers.
 
+- A product of a slice and a weight that needs no earlier iteration is computed
+  for all iterations before the loop: an iteration reads its result instead of
+  the weight, if it is smaller. Results that are products of values and a weight
+  are computed after the loop.
 - In the backward pass of a loop, JAX adds each iteration's gradient of a weight
   to a carry. So each iteration reads and writes an array of the weight's size,
   for a product of few rows. The sum of the iterations' products is one product
@@ -7,11 +11,12 @@
   smaller.
 - The forward loop stores values that follow from others that it stores, such as
   the derivative of a sigmoid. The backward loop computes these again.
+
+What is stacked for this is at most as large as what the loop stacks without it.
 """
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +26,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from keras_strategies._types import Array
+from keras_strategies.passes.collective_cut import inline_program
+from keras_strategies.passes.sharded_calls import scan_as
 from keras_strategies.passes.stages import (
     compute_equations,
     equations_in,
@@ -35,16 +42,19 @@ from keras_strategies.passes.stages import (
     scan_operands,
     variables,
 )
-from keras_strategies.passes.weight_gradients import count_uses
+from keras_strategies.passes.weight_gradients import count_uses, find_makers
 
+_PRODUCT = "dot_general"
 _MOVES = names_in("convert_element_type copy reshape squeeze transpose")
 """Primitives that may follow a product before it is added to a carry."""
 _CHEAP = names_in("add convert_element_type integer_pow mul neg sub")
+_BY_ITERATION = (*_CHEAP, *_MOVES, _PRODUCT)
+"""Primitives that `jax.vmap` computes for all iterations at once."""
 _MAX_CHEAP = 6
 """The number of equations by which the backward loop computes a value again."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class _Sum:
     """A carry to which each iteration adds a product, or a sum over rows.
 
@@ -75,19 +85,14 @@ class _Sum:
             axes = (0, *(axis + 1 for axis in params["axes"]))
             total = jnp.sum(operands[0], axes, dtype=self.dtype)
         else:
-            sides: Any = params["dimension_numbers"]
-            contracted, batch = (
-                tuple(tuple(d + 1 for d in dims) for dims in side)
-                for side in sides
-            )
-            contracted = tuple((0, *dims) for dims in contracted)
-            numbers: Any = (contracted, batch)
-            one, two = operands
+            numbers: Any = params["dimension_numbers"]
+            (one, two), batch = jax.tree.map(lambda dim: dim + 1, numbers)
+            numbers = ((0, *one), (0, *two)), batch
             if self.dtype != self.source.outvars[0].aval.dtype:
                 # XLA for CPUs has no product of bfloat16 that is float32.
-                one, two = one.astype(self.dtype), two.astype(self.dtype)
+                operands = [x.astype(self.dtype) for x in operands]
             total = lax.dot_general(
-                *(one, two),
+                *(operands[0], operands[1]),
                 numbers,
                 precision=params["precision"],
                 preferred_element_type=self.dtype,
@@ -98,11 +103,13 @@ class _Sum:
         return compute_equations(jaxpr, self.moves, [last], lambda v: total)[0]
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Changes:
-    """The changes of a loop.
+class _Loop:
+    """A loop, and how it changes.
 
     Attributes:
+      equation: The equation of the loop.
+      before: The products that are computed before it.
+      after: The equations of results that are computed after it, by position.
       sums: The carries that are summed after it.
       again: For each slice that it computes from others instead of reading it,
         its variable in the other loop, the equations there, and the slices that
@@ -110,16 +117,152 @@ class _Changes:
       dropped: The positions of results that are not stacked.
     """
 
-    sums: Sequence[_Sum] = ()
-    again: dict[Var, tuple[Var, list[Any], dict[Var, Var]]] = dataclasses.field(
-        default_factory=dict
-    )
-    dropped: set[int] = dataclasses.field(default_factory=set)
+    def __init__(self, equation: Any) -> None:
+        self.equation = equation
+        self.jaxpr: Jaxpr = equation.params["jaxpr"].jaxpr
+        inputs = scan_operands(equation, self.jaxpr.invars)
+        self.consts, self.carry, self.scanned = inputs
+        self.before = list[Var]()
+        self.after = dict[int, Any]()
+        self.sums = list[_Sum]()
+        self.again = dict[Var, tuple[Var, list[Any], dict[Var, Var]]]()
+        self.dropped = set[int]()
 
-    @property
-    def has_any(self) -> bool:
-        """Whether there is any change."""
-        return bool(self.sums or self.again or self.dropped)
+    def find_moved(self) -> None:
+        """Finds what is computed before and after the loop."""
+        outvars, count = self.jaxpr.outvars, len(self.carry)
+        uses = count_uses(self.jaxpr.eqns, variables(outvars))
+        makers = find_makers(self.jaxpr.eqns, variables(outvars))
+        fixed, stacked = set(self.consts), set(self.scanned) - self.again.keys()
+        # The bytes that an iteration may store, or read, in addition.
+        left = _count_bytes(*self.scanned, *variables(outvars[count:]))
+        free = set[Var](stacked)
+        for each in self.jaxpr.eqns:
+            read = set(variables(each.invars))
+            is_free = bool(read & free) and read <= free | fixed
+            if not is_free or each.primitive.name not in _BY_ITERATION:
+                continue
+            free.update(each.outvars)
+            size = _count_bytes(*each.outvars)
+            is_less = size < _count_bytes(*read & fixed) and size <= left
+            if each.primitive.name == _PRODUCT and is_less:
+                self.before += each.outvars
+                left -= size
+        # The largest first: what these stack, smaller ones read, too.
+        places = range(count)
+        for place in sorted(places, key=lambda k: -_count_bytes(self.carry[k])):
+            before = self.carry[place]
+            one = _find_sum(place, before, outvars[place], makers)
+            if one is None or uses[before] > 1:
+                continue
+            operands = one.source.invars
+            size = _count_bytes(*set(operands) - stacked)
+            is_less = size < _count_bytes(before) and size <= left
+            if is_less and fixed.isdisjoint(operands):
+                stacked.update(operands)
+                left -= size
+                self.sums.append(one)
+        for place in range(count, len(outvars)):
+            product = _find_maker(outvars[place], makers)
+            if product is None or product.primitive.name != _PRODUCT:
+                continue
+            read = set(variables(product.invars))
+            size = _count_bytes(*read - fixed - stacked)
+            if read & fixed and size < _count_bytes(outvars[place]):
+                self.after[place] = product
+
+    def rewrite(self) -> list[Any]:
+        """Returns the equations of the changed loop."""
+        equation = self.equation
+        changes = self.before, self.after, self.sums, self.again, self.dropped
+        if not any(changes):
+            return [equation]
+        shapes = (get_shape(v.aval) for v in equation.invars)
+        traced = jax.make_jaxpr(self._compute)(*shapes)
+        outvars = enumerate(equation.outvars)
+        outvars = [v for k, v in outvars if k not in self.dropped]
+        return inline_program(traced.jaxpr, equation.invars, outvars)
+
+    def _compute(self, *operands: Array) -> list[Any]:
+        """Computes the loop, and what its body leaves out."""
+        jaxpr, count = self.jaxpr, len(self.carry)
+        consts, carry, scanned = scan_operands(self.equation, operands)
+        fixed = dict(zip(self.consts, consts, strict=True))
+        pairs = zip(self.scanned, scanned, strict=True)
+        rows = {v: array for v, array in pairs if v not in self.again}
+        rows |= self._compute_all(self.before, fixed, rows)
+        after = {k: e for k, e in self.after.items() if k not in self.dropped}
+        left_out = {*self.dropped, *after, *(each.place for each in self.sums)}
+        kept = [k for k in range(len(jaxpr.outvars)) if k not in left_out]
+        split = sum(k < count for k in kept)
+        sources = *(each.source for each in self.sums), *after.values()
+        read = dict.fromkeys(v for e in sources for v in variables(e.invars))
+        new = [v for v in read if v not in fixed | rows]
+        results = [*(jaxpr.outvars[k] for k in kept), *new]
+        names = list(rows)
+        # Otherwise, each iteration of XLA for TPUs (libtpu 0.0.42) changes the
+        # layout of a bias of shape (1, units).
+        flat = [jnp.squeeze(array) for array in consts]
+
+        def iterate(carry: list[Any], slices: list[Any]) -> tuple[Any, Any]:
+            values = dict(zip(names, slices, strict=True))
+            for v, array in zip(fixed, flat, strict=True):
+                values[v] = jnp.reshape(array, v.aval.shape)
+            places = (self.carry[k] for k in kept[:split])
+            values |= zip(places, carry, strict=True)
+            # A value that follows from others was found after them.
+            for v, (result, equations, of) in reversed(self.again.items()):
+                (values[v],) = compute_equations(
+                    jaxpr, equations, [result], lambda v, of=of: values[of[v]]
+                )
+            values |= self._compute_values(results, values)
+            found = [read_value(v, values) for v in results]
+            return found[:split], found[split:]
+
+        first, slices = [carry[k] for k in kept[:split]], [*rows.values()]
+        last, stacked = scan_as(self.equation, iterate, first, slices)
+        found = [*last, *stacked]
+        rows |= zip(new, found[len(kept) :], strict=True)
+        final = dict(zip(kept, found, strict=False))
+        late = [jaxpr.outvars[k] for k in after]
+        rows |= self._compute_all(late, fixed, rows)
+        final |= {k: rows[v] for k, v in zip(after, late, strict=True)}
+        for each in self.sums:
+            total = each.compute(jaxpr, [rows[v] for v in each.source.invars])
+            final[each.place] = carry[each.place] + total
+        return [final[k] for k in sorted(final)]
+
+    def _compute_all(
+        self,
+        outputs: Sequence[Any],
+        fixed: Mapping[Var, Any],
+        rows: Mapping[Var, Any],
+    ) -> dict[Var, Any]:
+        """Computes values of all iterations from those in `rows`."""
+        outputs = [v for v in outputs if v not in rows]
+        if not outputs:
+            return {}
+
+        def compute(*slices: Array) -> list[Any]:
+            values = {**fixed, **dict(zip(rows, slices, strict=True))}
+            return list(self._compute_values(outputs, values).values())
+
+        found = jax.vmap(compute)(*rows.values())
+        return dict(zip(outputs, found, strict=True))
+
+    def _compute_values(
+        self, outputs: Sequence[Any], values: Mapping[Var, Any]
+    ) -> dict[Var, Any]:
+        """Computes those values of an iteration that are not known yet."""
+        left = [v for v in dict.fromkeys(variables(outputs)) if v not in values]
+        equations = [
+            e for e in self.jaxpr.eqns if values.keys().isdisjoint(e.outvars)
+        ]
+        equations = needed_equations(equations, left)
+        found = compute_equations(
+            self.jaxpr, equations, left, values.__getitem__
+        )
+        return dict(zip(left, found, strict=True))
 
 
 def rewrite_loops(traced: ClosedJaxpr) -> ClosedJaxpr:
@@ -132,100 +275,57 @@ def rewrite_loops(traced: ClosedJaxpr) -> ClosedJaxpr:
 
 def _rewrite_program(program: Jaxpr) -> list[Any]:
     loops = {
-        id(e): _Changes()
+        id(e): _Loop(e)
         for e in program.eqns
         if e.primitive.name == "scan" and _is_simple(e)
     }
     uses = count_uses(program.eqns, variables(program.outvars))
     makers = {v: e for e in program.eqns if id(e) in loops for v in e.outvars}
-    for equation in program.eqns:
-        if (changes := loops.get(id(equation))) is None:
-            continue
-        sources = map(makers.get, variables(equation.invars))
-        for source in {id(e): e for e in sources if e is not None}.values():
-            dropped = loops[id(source)].dropped
-            _find_again(source, equation, uses, changes, dropped)
-        changes.sums = _find_sums(equation, changes.again)
-    parts = (_rewrite(e, loops.get(id(e))) for e in program.eqns)
+    for loop in loops.values():
+        sources = map(makers.get, variables(loop.equation.invars))
+        for source in {id(e): e for e in sources if e is not None}:
+            _find_again(loops[source], loop, uses)
+        loop.find_moved()
+    parts = (
+        loops[id(e)].rewrite() if id(e) in loops else [e] for e in program.eqns
+    )
     return list(itertools.chain.from_iterable(parts))
 
 
-def _rewrite(equation: Any, changes: _Changes | None) -> list[Any]:
-    """Returns the equations of a changed loop."""
-    if changes is None or not changes.has_any:
-        return [equation]
-    inside = equation.params["jaxpr"].jaxpr.invars
-    read = [k for k, v in enumerate(inside) if v not in changes.again]
-
-    def compute(*arrays: Array) -> list[Any]:
-        operands = dict(zip(read, arrays, strict=True))
-        operands = list(map(operands.get, range(len(inside))))
-        return _compute_loop(equation, changes, operands)
-
-    invars = [equation.invars[k] for k in read]
-    traced = jax.make_jaxpr(compute)(*(get_shape(v.aval) for v in invars))
-    outvars = enumerate(equation.outvars)
-    outvars = [v for k, v in outvars if k not in changes.dropped]
-    names = dict(zip(traced.jaxpr.outvars, outvars, strict=True))
-    names |= zip(traced.jaxpr.invars, invars, strict=True)
-    return [
-        new.replace(
-            invars=[
-                v if isinstance(v, Literal) else names.get(v, v)
-                for v in new.invars
-            ],
-            outvars=[names.get(v, v) for v in new.outvars],
-        )
-        for new in traced.jaxpr.eqns
-    ]
-
-
-def _find_again(
-    first: Any,
-    second: Any,
-    uses: Mapping[Var, int],
-    changes: _Changes,
-    dropped: set[int],
-) -> None:
+def _find_again(first: _Loop, second: _Loop, uses: Mapping[Var, int]) -> None:
     """Finds the results of a loop that another one can compute from others.
 
     Args:
       first: The loop that computes them.
       second: The loop that reads them, each of its iterations.
       uses: How often variables are read.
-      changes: The changes of the second loop, to which they are added.
-      dropped: The positions of results of the first one, to which theirs are.
     """
-    jaxpr, inner = (e.params["jaxpr"].jaxpr for e in (first, second))
-    outer = scan_operands(second, second.invars)[2]
-    inside = scan_operands(second, inner.invars)[2]
-    slices = {
-        o: v for o, v in zip(outer, inside, strict=True) if isinstance(o, Var)
-    }
-    carry, scanned = scan_operands(first, first.invars)[1:]
-    pairs = [
-        *zip(first.outvars, jaxpr.outvars, strict=True),
-        *zip(scanned, scan_operands(first, jaxpr.invars)[2], strict=True),
-    ]
+    outer = scan_operands(second.equation, second.equation.invars)[2]
+    pairs = zip(outer, second.scanned, strict=True)
+    slices = {array: v for array, v in pairs if isinstance(array, Var)}
+    pairs = zip(first.equation.outvars, first.jaxpr.outvars, strict=True)
+    results = list(pairs)[len(first.carry) :]
+    scanned = scan_operands(first.equation, first.equation.invars)[2]
+    pairs = *results, *zip(scanned, first.scanned, strict=True)
     known = {
         variable: slices[array]
-        for array, variable in pairs[len(carry) :]
+        for array, variable in pairs
         if isinstance(array, Var) and array in slices
         if isinstance(variable, Var)
     }
-    makers = {v: e for e in jaxpr.eqns for v in e.outvars}
-    for place, (result, variable) in enumerate(pairs[: len(first.outvars)]):
-        is_read = result in slices and isinstance(variable, Var)
-        if place < len(carry) or not is_read or uses[result] > 1:
+    makers = {v: e for e in first.jaxpr.eqns for v in e.outvars}
+    for place, (result, variable) in enumerate(results, len(first.carry)):
+        read = slices.get(result)
+        if read is None or uses[result] > 1 or isinstance(variable, Literal):
             continue
-        if known.get(variable) is not slices[result]:
+        if known[variable] is not read:
             continue  # It is stored twice.
         others = {v: of for v, of in known.items() if v is not variable}
         equations: dict[int, Any] = {}
         if _is_cheap(variable, others, makers, equations):
-            ordered = [e for e in jaxpr.eqns if id(e) in equations]
-            changes.again[slices[result]] = variable, ordered, others
-            dropped.add(place)
+            ordered = [e for e in first.jaxpr.eqns if id(e) in equations]
+            second.again[read] = variable, ordered, others
+            first.dropped.add(place)
             known = others
 
 
@@ -249,76 +349,33 @@ def _is_cheap(
 
 def _is_simple(equation: Any) -> bool:
     """Returns whether only arrays go into a loop's body, and out of it."""
-    body = equation.params["jaxpr"]
-    return (
-        not body.consts
-        and not references(equation)
-        and not any(
-            has_effects(each) or is_collective(each) or references(each)
-            for each in (equation, *equations_in(equation))
-        )
+    return not equation.params["jaxpr"].consts and not any(
+        has_effects(each) or is_collective(each) or references(each)
+        for each in (equation, *equations_in(equation))
     )
 
 
-def _find_sums(equation: Any, again: Mapping[Var, Any]) -> list[_Sum]:
-    """Finds the carries of a loop that can be summed after it."""
-    jaxpr = equation.params["jaxpr"].jaxpr
-    consts, carry, scanned = scan_operands(equation, jaxpr.invars)
-    counts = count_uses(jaxpr.eqns, variables(jaxpr.outvars))
-    makers = {
-        e.outvars[0]: e
-        for e in jaxpr.eqns
-        if len(e.outvars) == 1 and counts.get(e.outvars[0]) == 1
-    }
-    stacked, found = set[Var](scanned) - again.keys(), list[_Sum]()
-    fixed = set(consts)
-    # The largest first: what these stack, smaller ones read, too.
-    places = sorted(range(len(carry)), key=lambda k: -_count_bytes(carry[k]))
-    for place in places:
-        before = carry[place]
-        one = _find_sum(place, before, jaxpr.outvars[place], counts, makers)
-        if one is None:
-            continue
-        operands = set(variables(one.source.invars))
-        is_varying = len(one.source.invars) == len(variables(one.source.invars))
-        if not is_varying or operands & fixed:
-            continue
-        new = operands - stacked
-        if sum(map(_count_bytes, new)) < _count_bytes(before):
-            stacked |= new
-            found.append(one)
-    return found
-
-
 def _find_sum(
-    place: int,
-    before: Any,
-    after: Any,
-    counts: Mapping[Var, int],
-    makers: dict[Var, Any],
+    place: int, before: Any, after: Any, makers: Mapping[Var, Any]
 ) -> _Sum | None:
-    """Finds what an iteration adds to a carry that nothing else reads."""
-    addition = None if isinstance(after, Literal) else makers.get(after)
-    if addition is None or counts.get(before) != 1:
+    """Finds what an iteration adds to a carry, if it is a sum."""
+    addition = _find_maker(after, makers)
+    if addition is None or addition.primitive.name not in ("add", "add_any"):
         return None
     terms = [v for v in addition.invars if v is not before]
-    is_sum = addition.primitive.name in ("add", "add_any") and len(terms) == 1
-    term: Any = terms[0] if is_sum else None
+    term: Any = terms[0] if len(terms) == 1 else None
     moves: list[Any] = []
     found: _Sum | None = None
     while (source := _find_maker(term, makers)) is not None:
-        name = source.primitive.name
-        dtypes = [v.aval.dtype for v in (before, term, source.invars[0])]
+        name, read = source.primitive.name, variables(source.invars)
+        dtypes = [get_shape(v.aval).dtype for v in (before, term, *read)]
         if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
             break
-        if name in ("dot_general", "reduce_sum"):
+        is_sum = name in (_PRODUCT, "reduce_sum")
+        if is_sum and len(read) == len(source.invars):
             dtype = jnp.promote_types(before.aval.dtype, term.aval.dtype)
-            found = _Sum(
-                place=place, dtype=dtype, source=source, moves=moves[::-1]
-            )
-            if name == "dot_general":
-                break
-        elif source.primitive.name not in _MOVES:
+            found = _Sum(place, dtype, source, moves[::-1])
+        if name not in ("reduce_sum", *_MOVES):
             break
         # Sums of sums are sums, too.
         moves.append(source)
@@ -326,61 +383,9 @@ def _find_sum(
     return found
 
 
-def _find_maker(value: Any, makers: dict[Var, Any]) -> Any:
+def _find_maker(value: Any, makers: Mapping[Var, Any]) -> Any:
     return makers.get(value) if isinstance(value, Var) else None
 
 
-def _count_bytes(variable: Any) -> int:
-    return math.prod(variable.aval.shape) * variable.aval.dtype.itemsize
-
-
-def _compute_loop(
-    equation: Any, changes: _Changes, operands: Sequence[Array]
-) -> list[Any]:
-    """Computes a changed loop, and then the sums that its body leaves out."""
-    params, again, sums = equation.params, changes.again, changes.sums
-    jaxpr = params["jaxpr"].jaxpr
-    names = scan_operands(equation, jaxpr.invars)
-    consts, carry, scanned = scan_operands(equation, operands)
-    count, left_out = len(carry), {each.place for each in sums}
-    kept = [k for k in range(count) if k not in left_out]
-    pairs = zip(names[2], scanned, strict=True)
-    rows = {v: array for v, array in pairs if v not in again}
-    read = dict.fromkeys(v for each in sums for v in each.source.invars)
-    new = [v for v in read if v not in rows]
-    fixed = dict(zip(names[0], consts, strict=True))
-    places = range(count, len(jaxpr.outvars))
-    stacks = [k for k in places if k not in changes.dropped]
-    results = [*(jaxpr.outvars[k] for k in (*kept, *stacks)), *new]
-
-    def iterate(carry: list[Any], slices: list[Any]) -> tuple[Any, Any]:
-        values = fixed | dict(zip(rows, slices, strict=True))
-        values |= zip((names[1][k] for k in kept), carry, strict=True)
-        # A value that follows from others was found after them.
-        for variable, (result, equations, of) in reversed(again.items()):
-            (values[variable],) = compute_equations(
-                jaxpr, equations, [result], lambda v, of=of: values[of[v]]
-            )
-        outputs = [
-            v for v in dict.fromkeys(variables(results)) if v not in values
-        ]
-        equations = needed_equations(jaxpr.eqns, outputs, has_effects)
-        found = compute_equations(jaxpr, equations, outputs, values.__getitem__)
-        values |= zip(outputs, found, strict=True)
-        after = [read_value(v, values) for v in results]
-        return after[: len(kept)], after[len(kept) :]
-
-    last, stacked = lax.scan(
-        iterate,
-        [carry[k] for k in kept],
-        list(rows.values()),
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    rows |= zip(new, stacked[len(stacks) :], strict=True)
-    final = dict(zip(kept, last, strict=True))
-    for each in sums:
-        total = each.compute(jaxpr, [rows[v] for v in each.source.invars])
-        final[each.place] = carry[each.place] + total
-    return [*(final[k] for k in range(count)), *stacked[: len(stacks)]]
+def _count_bytes(*each: Any) -> int:
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in each)

@@ -125,16 +125,20 @@ def _compute_loop(
         results = body(*consts, *carry, *slices)
         return results[: len(carry)], results[len(carry) :]
 
-    params = equation.params
-    last, stacked = jax.lax.scan(
-        iterate,
-        carry,
-        scanned,
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
+    last, stacked = scan_as(equation, iterate, carry, scanned)
     return [*last, *stacked]
+
+
+def scan_as(
+    equation: JaxprEqn,
+    body: Callable[..., tuple[Any, Any]],
+    carry: list[Any],
+    slices: list[Any],
+) -> tuple[list[Any], list[Any]]:
+    """Calls `jax.lax.scan` with the options of an equation of it."""
+    names = ("length", "reverse", "unroll")
+    options = {name: equation.params[name] for name in names}
+    return jax.lax.scan(body, carry, slices, **options)
 
 
 def _stack(*values: Array) -> Array:

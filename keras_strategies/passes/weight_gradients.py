@@ -21,14 +21,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import (
     ClosedJaxpr,
-    DropVar,
     Jaxpr,
     JaxprEqn,
-    Literal,
     Var,
 )
 
 from keras_strategies._types import Equation
+from keras_strategies.passes.collective_cut import inline_program
 from keras_strategies.passes.stages import (
     names_in,
     rewrite_programs,
@@ -66,7 +65,7 @@ def count_uses(
     return collections.Counter(itertools.chain(outputs, *read))
 
 
-def _find_makers(
+def find_makers(
     equations: Sequence[Any], outputs: Sequence[Var]
 ) -> dict[Var, Any]:
     """Returns the equations that compute variables that are read only once."""
@@ -82,7 +81,7 @@ def _fold_transposes(
     equations: Sequence[Any], outputs: Sequence[Var]
 ) -> Sequence[Any]:
     """Computes transposed products as products in the other order."""
-    makers = _find_makers(equations, outputs)
+    makers = find_makers(equations, outputs)
     changed: dict[int, list[Any]] = {}
     for equation in equations:
         if equation.primitive.name != "transpose":
@@ -180,23 +179,7 @@ def _inline(call: JaxprEqn) -> list[Any]:
     is_simple &= not inner.constvars
     if not is_simple or not all(v in computed for v in results):
         return [call]
-    names: dict[Any, Any] = dict(zip(inner.invars, call.invars, strict=True))
-    for variable, outer in zip(results, call.outvars, strict=True):
-        is_read = not isinstance(outer, DropVar)
-        names[variable] = outer if is_read else Var(variable.aval)
-
-    def rename(variable: Any) -> Any:
-        if isinstance(variable, Literal | DropVar):
-            return variable
-        return names.setdefault(variable, Var(variable.aval))
-
-    return [
-        e.replace(
-            invars=list(map(rename, e.invars)),
-            outvars=list(map(rename, e.outvars)),
-        )
-        for e in inner.eqns
-    ]
+    return inline_program(inner, call.invars, call.outvars)
 
 
 def adds_rows(equation: Equation) -> bool:
@@ -221,7 +204,7 @@ class _Widening:
     ) -> None:
         self._equations = equations
         self._sums = sums
-        self._makers = _find_makers(equations, outputs)
+        self._makers = find_makers(equations, outputs)
         self._changed: dict[int, list[Any]] = {}
 
     def widen(self) -> Sequence[Any]:

@@ -57,12 +57,13 @@ def compare(traced, *args, rtol=2e-5):
 
 
 BOTH = keras.layers.Bidirectional
+# Products of the inputs, and of the gradients of two weights.
 CELLS = {
-    "LSTM": (lambda **o: keras.layers.LSTM(UNITS, **o), 2),
-    "GRU": (lambda **o: keras.layers.GRU(UNITS, **o), 2),
-    "SimpleRNN": (lambda **o: keras.layers.SimpleRNN(UNITS, **o), 2),
-    "Bidirectional": (lambda **o: BOTH(keras.layers.LSTM(UNITS, **o)), 4),
-    "backwards": (lambda **o: keras.layers.GRU(UNITS, **o), 2),
+    "LSTM": (lambda **o: keras.layers.LSTM(UNITS, **o), 3),
+    "GRU": (lambda **o: keras.layers.GRU(UNITS, **o), 3),
+    "SimpleRNN": (lambda **o: keras.layers.SimpleRNN(UNITS, **o), 3),
+    "Bidirectional": (lambda **o: BOTH(keras.layers.LSTM(UNITS, **o)), 6),
+    "backwards": (lambda **o: keras.layers.GRU(UNITS, **o), 3),
 }
 OPTIONS = [
     {},
@@ -174,6 +175,34 @@ def test_products_with_a_batch_of_matrices():
     traced, args = trace(body, weight, carry, drawn(4, 3, 2, UNITS))
     changed = compare(traced, *args)
     assert count_products(changed)[0] == count_products(traced)[0] - 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_products_with_a_weight_are_before_and_after_the_loop(dtype):
+    def body(carry, x):
+        x = 2 * x
+        carry = jnp.maximum(carry, x @ weight)
+        return carry, (carry @ wide, x @ wide, x)
+
+    weight, wide, x, carry = (
+        jnp.asarray(9 * drawn(*shape), dtype)
+        for shape in ((UNITS, UNITS), (UNITS, 40), (5, 2, UNITS), (2, UNITS))
+    )
+    traced = jax.make_jaxpr(lambda c, x: jax.lax.scan(body, c, x))(carry, x)
+    changed = compare(traced, carry, x, rtol=0.02 if dtype != "int32" else 0)
+    assert (count_products(traced), count_products(changed)) == ((3, 0), (0, 3))
+
+
+def test_what_is_stacked_is_no_larger_than_what_the_loop_reads():
+    def body(total, words):
+        scores = x @ words.T
+        return total + jnp.sin(scores) @ words, scores.max()
+
+    # A loop over blocks of words, for scores that are never all stored.
+    x, words = drawn(64, 32), drawn(5, 16, 32)
+    zeros = jnp.zeros((64, 32))
+    traced = jax.make_jaxpr(lambda w: jax.lax.scan(body, zeros, w))(words)
+    assert count_products(rewrite_loops(traced)) == (2, 0)
 
 
 OTHERS = {
