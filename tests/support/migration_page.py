@@ -1,4 +1,4 @@
-"""The parts of docs/migration.md that are generated: the diff, the tables.
+"""The generated parts of docs/migration.md and docs/migration_names.md.
 
 `./run names` writes them, from examples/migration and the data of `migrate`.
 """
@@ -12,7 +12,7 @@ from keras_strategies.migrate.porting import port_sources
 
 
 def make_page(text, script):
-    """Returns the page with its generated parts.
+    """Returns a page with its generated part: the diff, or the tables.
 
     Args:
       text: The page.
@@ -21,8 +21,9 @@ def make_page(text, script):
     parts = {"diff": make_diff(script), "names": "\n".join(list_tables())}
     for name, part in parts.items():
         start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-        before, _, rest = text.partition(start)
-        text = f"{before}{start}{part}\n{end}{rest.partition(end)[2]}"
+        before, mark, rest = text.partition(start)
+        if mark:
+            text = f"{before}{start}{part}\n{end}{rest.partition(end)[2]}"
     return text
 
 
@@ -44,7 +45,7 @@ def list_tables():
 
 
 def list_replaced():
-    yield "### Names that are replaced\n"
+    yield "## Names that are replaced\n"
     yield "| in a tf script | here |\n|---|---|"
     modules = collections.defaultdict(list)
     for module in tables.DOCUMENT["moved"]:
@@ -69,7 +70,7 @@ def list_replaced():
 
 
 def list_removed():
-    yield "### Calls that are removed\n"
+    yield "## Calls that are removed\n"
     yield "| in a tf script | because |\n|---|---|"
     groups = collections.defaultdict(list)
     for name, reason in tables.DROPPED.items():
@@ -80,7 +81,7 @@ def list_removed():
 
 
 def list_left():
-    yield "### Names that are left\n"
+    yield "## Names that are left\n"
     yield "| in a tf script | what to do |\n|---|---|"
     groups = collections.defaultdict(list)
     for name, text in tables.DOCUMENT["marked"].items():
@@ -93,7 +94,7 @@ def list_left():
 
 
 def list_operations():
-    yield "### Operations in steps\n"
+    yield "## Operations in steps\n"
     same, others = [], []
     for name, rule in tables.OPERATIONS.items():
         short = f"`{name if name.startswith('keras.') else f'tf.{name}'}`"

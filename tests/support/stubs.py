@@ -149,11 +149,12 @@ def list_generated():
         texts[path] = make_stub(module)
     for path in sorted((ROOT / "docs" / "api").glob("*.md")):
         texts[path] = make_page(path.read_text("utf-8"))
-    path = ROOT / "docs" / "migration.md"
     script = ROOT / "examples" / "migration" / "custom_loop_tf.py"
-    texts[path] = migration_page.make_page(
-        path.read_text("utf-8"), script.read_text("utf-8")
-    )
+    for name in ("migration.md", "migration_names.md"):
+        path = ROOT / "docs" / name
+        texts[path] = migration_page.make_page(
+            path.read_text("utf-8"), script.read_text("utf-8")
+        )
     return texts
 
 
