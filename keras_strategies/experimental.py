@@ -20,6 +20,8 @@ _MODULES = {
     "SlotsOnly": "variables.partitioners",
     "TPUStrategy": "strategy.tpu",
     "ValueContext": "strategy.replica_context",
+    "blocked_head": "kernels.blocked_head",
+    "linear_cross_entropy": "kernels.linear_cross_entropy",
     "scan_blocks": "kernels.scanned_blocks",
     "transformer_layout": "variables.transformer_layout",
 }

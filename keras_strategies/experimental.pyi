@@ -1,5 +1,9 @@
 """The public names, for type checkers; `./run names` writes them."""
 
+from keras_strategies.kernels.blocked_head import blocked_head as blocked_head
+from keras_strategies.kernels.linear_cross_entropy import (
+    linear_cross_entropy as linear_cross_entropy,
+)
 from keras_strategies.kernels.scanned_blocks import scan_blocks as scan_blocks
 from keras_strategies.strategy.multi_worker import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,

@@ -140,6 +140,7 @@ def test_names_of_experimental():
         *("CommunicationImplementation", "CommunicationOptions"),
         *("FullySharded", "MultiWorkerMirroredStrategy", "Replicated"),
         *("SlotsOnly", "TPUStrategy", "ValueContext"),
+        *("blocked_head", "linear_cross_entropy"),
         *("scan_blocks", "transformer_layout"),
     }
     for name in names:

@@ -22,6 +22,7 @@ from keras_strategies.gpu.topology_devices import CUDNN, has_gpus, is_absent_gpu
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.kernels.attention import attention_for
+from keras_strategies.kernels.blocked_head import find_head_patches
 from keras_strategies.kernels.by_rows import find_layer_patches
 from keras_strategies.kernels.mapped_kernels import (
     Trace,
@@ -276,6 +277,7 @@ def _find_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     sizes = "compute_rnn_workspace_reserve_space_sizes"
     yield gpu_rnn, sizes, _wrap_sizes
     yield from find_layer_patches()
+    yield from find_head_patches()
     if "keras_hub" not in sys.modules:
         return
     for name, module in list(sys.modules.items()):

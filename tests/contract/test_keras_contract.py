@@ -18,9 +18,14 @@ import pytest
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.name_scope import current_path
+from keras.src.backend.common.tensor_attributes import (
+    get_tensor_attr,
+    set_tensor_attr,
+)
 from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.distribution.distribution_lib import Distribution
 from keras.src.losses import loss as loss_module
+from keras.src.metrics.reduction_metrics import MeanMetricWrapper
 from keras.src.ops.function import Function
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers import data_adapters
@@ -939,6 +944,37 @@ def test_masks_travel_with_tensors():
     assert get_keras_mask(tensor) is None
     set_keras_mask(tensor, "mask")
     assert get_keras_mask(tensor) == "mask"
+
+
+def test_traced_arrays_have_attributes():
+    def read(x):
+        set_tensor_attr(x, "_ks_contract", 3)
+        assert get_tensor_attr(x, "_ks_contract") == 3
+        assert get_tensor_attr(x + 1, "_ks_contract") is None
+        return x
+
+    jax.make_jaxpr(read)(1.0)
+
+
+def test_predictions_leave_the_gradient_for_the_metrics():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    state = [
+        [v.value for v in variables]
+        for variables in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.metrics_variables,
+        )
+    ]
+    x, y = np.ones((4, 3)), np.ones((4, 2))
+    loss, (unscaled, y_pred, *new) = model.compute_loss_and_updates(
+        *state, x, y, None
+    )
+    assert (loss.shape, unscaled.shape, y_pred.shape) == ((), (), (4, 2))
+    assert len(new) == 2
+    accuracy = keras.metrics.SparseCategoricalAccuracy
+    assert accuracy.update_state is MeanMetricWrapper.update_state
 
 
 LOSS_ARGUMENTS = {

@@ -1,0 +1,271 @@
+"""Losses of a model over blocks of words, without other code in the model.
+
+While a step is traced, the marked layer's logits remember what they are
+computed from. The loss and the most probable words are then computed from that,
+and the compiler removes the logits, which nothing reads.
+"""
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.backend.common.tensor_attributes import (
+    get_tensor_attr,
+    set_tensor_attr,
+)
+from keras.src.metrics.reduction_metrics import MeanMetricWrapper
+
+from keras_strategies._types import Array, Tree
+from keras_strategies.keras_bridge.patches import Patch
+from keras_strategies.kernels.equal_blocks import get_graph
+from keras_strategies.kernels.linear_cross_entropy import (
+    BLOCK_SIZE,
+    Options,
+    check_positive,
+    compute_losses,
+)
+from keras_strategies.kernels.mapped_kernels import current_trace
+
+_HEAD = "_ks_head"
+
+_block_sizes: Any = weakref.WeakKeyDictionary()
+"""The number of words in a block, by marked layer."""
+
+
+def blocked_head(
+    model: keras.Model, *, block_size: int = BLOCK_SIZE
+) -> keras.Layer:
+    """Makes steps compute a model's loss without storing all logits.
+
+    The model must end in a `Dense` layer without an activation, or in a
+    `ReversibleEmbedding`, as the `CausalLM` tasks of keras-hub do. In a
+    strategy's `fit` and `evaluate`, the loss `SparseCategoricalCrossentropy`
+    with `from_logits=True`, and the metric `SparseCategoricalAccuracy`, are
+    computed by `ks.experimental.linear_cross_entropy`. Other losses and metrics
+    read all logits, with a warning. Weights, checkpoints and `predict` are as
+    before.
+
+    Args:
+      model: A functional or sequential model with one output.
+      block_size: Number of words in a block, rounded up to a multiple of 128.
+
+    Returns:
+      The layer that computes the logits.
+
+    Raises:
+      ValueError: if the model does not end in such a layer, or the block size
+        is not positive.
+
+    Example:
+      ```python
+      with strategy.scope():
+          task = keras_hub.models.CausalLM.from_preset("gemma_2b_en")
+          ks.experimental.blocked_head(task)
+      task.fit(texts, batch_size=64)
+      ```
+
+    """
+    outputs = getattr(get_graph(model), "outputs", None) or [None]
+    history = getattr(outputs[0], "_keras_history", None)
+    layer = None if history is None else history.operation
+    is_head = len(outputs) == 1 and isinstance(layer, keras.Layer)
+    if layer is None or not is_head or not _has_plain_logits(layer):
+        raise ValueError(
+            "The model must be functional or sequential, and end in a `Dense` "
+            "layer without an activation or a `ReversibleEmbedding`, that is "
+            f"not quantized. Received: {type(model).__name__} {model.name!r}, "
+            f"which ends in {type(layer).__name__}. Use "
+            "`ks.experimental.linear_cross_entropy` in its `compute_loss`."
+        )
+    check_positive("block_size", block_size)
+    _block_sizes[layer] = block_size
+    return layer
+
+
+def _has_plain_logits(layer: Any) -> bool:
+    is_dense = isinstance(layer, keras.layers.Dense)
+    is_plain = is_dense and layer.activation is keras.activations.linear
+    is_tied = isinstance(layer, keras.layers.ReversibleEmbedding)
+    return (is_plain or is_tied) and layer.quantization_mode is None
+
+
+class _Head:
+    """What logits are computed from.
+
+    Args:
+      layer: The layer that computes them.
+      hidden: The layer's inputs.
+
+    Attributes:
+      words: The most probable words, once the losses are computed.
+    """
+
+    def __init__(self, layer: Any, hidden: Array) -> None:
+        self._layer = layer
+        self._hidden = jnp.asarray(hidden, layer.compute_dtype)
+        self.words: Array | None = None
+
+    def compute_losses(self, labels: Array) -> Array:
+        """Returns the loss of each label."""
+        layer, hidden, bias, cap = self._layer, self._hidden, None, None
+        is_dense = isinstance(layer, keras.layers.Dense)
+        if is_dense:
+            kernel, bias = layer.kernel, layer.bias
+        else:
+            is_tied, cap = layer.tie_weights, layer.logit_soft_cap
+            kernel = layer.embeddings if is_tied else layer.reverse_embeddings
+            hidden = hidden.astype(layer.reverse_dtype or hidden.dtype)
+        is_transposed = not is_dense and layer.tie_weights
+        losses, self.words = compute_losses(
+            hidden,
+            jnp.asarray(kernel),
+            None if bias is None else jnp.asarray(bias),
+            labels,
+            Options(
+                words_axis=0 if is_transposed else 1,
+                soft_cap=cap,
+                block_size=_block_sizes[layer],
+            ),
+        )
+        return losses
+
+
+def find_head_patches() -> Iterator[Patch]:
+    """Yields the patches by which steps use marked layers, if there are any."""
+    if _block_sizes:
+        yield keras.Layer, "__call__", _wrap_layer
+        yield keras.losses.Loss, "__call__", _wrap_loss
+        yield MeanMetricWrapper, "update_state", _wrap_accuracy
+        yield keras.Model, "compute_loss_and_updates", _wrap_model
+
+
+def _wrap_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(layer: Any, *args: Tree, **kwargs: Tree) -> Any:
+        logits = original(layer, *args, **kwargs)
+        is_head = current_trace() is not None and layer in _block_sizes
+        is_lookup = isinstance(layer, keras.layers.Embedding)
+        if is_head and (not is_lookup or kwargs.get("reverse") or args[1:]):
+            set_tensor_attr(logits, _HEAD, _Head(layer, args[0]))
+        return logits
+
+    return call
+
+
+def _wrap_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(
+        loss: Any, y_true: Tree, y_pred: Tree, sample_weight: Tree = None
+    ) -> Any:
+        head = get_tensor_attr(y_pred, _HEAD)
+        if head is None or current_trace() is None:
+            return original(loss, y_true, y_pred, sample_weight)
+        is_usual = type(loss) is keras.losses.SparseCategoricalCrossentropy
+        if not is_usual or not loss.from_logits:
+            _warn(f"The loss {type(loss).__name__!r} reads")
+            return original(loss, y_true, y_pred, sample_weight)
+        labels = jnp.asarray(y_true).astype(int).reshape(y_pred.shape[:-1])
+        losses = head.compute_losses(labels)
+        set_keras_mask(losses, get_keras_mask(y_pred))
+        return original(_Losses(loss), labels, losses, sample_weight)
+
+    return call
+
+
+class _Losses(keras.losses.Loss):
+    """The reduction of another loss, whose values are known."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__(loss.name, loss.reduction, loss.dtype)
+        self._ignored = loss.ignore_class
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        if self._ignored is not None:
+            is_used = y_true != self._ignored
+            y_pred = jnp.where(is_used, y_pred, 0.0)
+            set_keras_mask(y_pred, is_used)
+        return y_pred
+
+
+@jax.tree_util.register_pytree_node_class
+class _Words:
+    """The most probable words, in place of the logits, for the accuracy.
+
+    Args:
+      words: Their ids, of the labels' shape.
+      mask: The mask of the logits, or None.
+    """
+
+    def __init__(self, words: Array, mask: Array | None) -> None:
+        self.words, self.mask = words, mask
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        """Returns the arrays, for JAX."""
+        return (self.words, self.mask), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, arrays: Any) -> "_Words":
+        """Makes an object of other arrays, for JAX."""
+        return cls(*arrays)
+
+
+def _wrap_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def compute_loss_and_updates(
+        model: Any, *args: Tree, **kwargs: Tree
+    ) -> Any:
+        loss, (unscaled, y_pred, *state) = original(model, *args, **kwargs)
+        head = get_tensor_attr(y_pred, _HEAD)
+        if head is not None and head.words is not None:
+            # Keras computes the metrics where neither the head nor its inputs
+            # can be read.
+            compiled = model._compile_metrics
+            others = (
+                [m for m in compiled.metrics if not _is_accuracy(m)]
+                if compiled is not None
+                else []
+            )
+            for metric in others:
+                _warn(f"The metric {metric.name!r} reads")
+            if not others:
+                y_pred = _Words(head.words, get_keras_mask(y_pred))
+        return loss, (unscaled, y_pred, *state)
+
+    return compute_loss_and_updates
+
+
+def _is_accuracy(metric: Any) -> bool:
+    return type(metric) is keras.metrics.SparseCategoricalAccuracy
+
+
+def _wrap_accuracy(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def update_state(
+        metric: Any, y_true: Tree, y_pred: Tree, sample_weight: Tree = None
+    ) -> object:
+        if not isinstance(y_pred, _Words):
+            return original(metric, y_true, y_pred, sample_weight)
+        labels = jnp.reshape(y_true, y_pred.words.shape)
+        # Of two words, the first one is right where the most probable one is.
+        is_right = (y_pred.words == labels).astype("float32")
+        logits = jnp.stack([is_right, 1.0 - is_right], axis=-1)
+        set_keras_mask(logits, y_pred.mask)
+        return original(metric, jnp.zeros_like(labels), logits, sample_weight)
+
+    return update_state
+
+
+def _warn(reader: str) -> None:
+    warnings.warn(
+        f"{reader} all logits, so the step stores them in spite of "
+        "`ks.experimental.blocked_head`. Use "
+        "`SparseCategoricalCrossentropy(from_logits=True)` and "
+        "`SparseCategoricalAccuracy()`.",
+        stacklevel=2,
+    )

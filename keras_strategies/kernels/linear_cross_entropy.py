@@ -1,0 +1,280 @@
+"""The cross-entropy over many words, whose logits are never stored whole."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from keras_strategies._types import Array
+
+BLOCK_SIZE = 8_192
+_LANES = 128
+_LOWEST = -1e30
+
+
+class Options(NamedTuple):
+    """How losses are computed; see `linear_cross_entropy`."""
+
+    words_axis: int = 1
+    soft_cap: float | None = None
+    smoothing: float = 0.0
+    block_size: int = BLOCK_SIZE
+
+
+def linear_cross_entropy(
+    hidden: Array,
+    kernel: Array,
+    labels: Array,
+    *,
+    bias: Array | None = None,
+    words_first: bool = False,
+    soft_cap: float | None = None,
+    label_smoothing: float = 0.0,
+    ignore_label: int | None = None,
+    block_size: int = BLOCK_SIZE,
+) -> jax.Array:
+    """Returns the cross-entropy of each label without storing all logits.
+
+    The losses are those of Keras's `sparse_categorical_crossentropy` with
+    `from_logits=True`, for the logits `hidden @ kernel + bias`. The logits of
+    one block of words are computed at a time, and again for the derivatives.
+    So a step stores one block instead of all logits, and computes their product
+    once more. Products and the softmax add up in float32. Not collective; a
+    step that averages the losses stays mapped.
+
+    Args:
+      hidden: An array of shape (..., features), such as the results of a
+        model's last block. The kernel is cast to its dtype.
+      kernel: An array of shape (features, words).
+      labels: Integers of shape (...). A label that is not in [0, words) has
+        the loss 0, as in Keras.
+      bias: An array of shape (words,), or None.
+      words_first: Whether the kernel's shape is (words, features), as that of
+        an embedding.
+      soft_cap: If given, a logit z becomes `soft_cap * tanh(z / soft_cap)`.
+      label_smoothing: The share of each label that is divided over all words,
+        from 0 to 1.
+      ignore_label: A label whose loss is 0, such as the id of padding.
+      block_size: Number of words in a block, rounded up to a multiple of 128.
+
+    Returns:
+      The losses in float32, of the shape of `labels`.
+
+    Raises:
+      ValueError: if shapes do not match, or a number is out of range.
+      TypeError: if the labels are not integers.
+
+    Example:
+      ```python
+      class LanguageModel(keras.Model):
+          def compute_loss(self, x, y, y_pred, *args, **kwargs):
+              losses = ks.experimental.linear_cross_entropy(
+                  y_pred, self.head.kernel, y
+              )
+              return keras.ops.mean(losses)
+      ```
+
+    References:
+      `ks.experimental.blocked_head` uses it in a model as it is.
+    """
+    hidden, kernel, labels = map(jnp.asarray, (hidden, kernel, labels))
+    features, words = kernel.shape[::-1] if words_first else kernel.shape
+    if hidden.shape != (*labels.shape, features):
+        raise ValueError(
+            "`hidden` must have the labels' shape and the kernel's features as "
+            f"the last dimension. Received: shapes {hidden.shape} of `hidden`, "
+            f"{labels.shape} of `labels`, and a kernel of {features} features "
+            f"and {words} words. See `words_first`."
+        )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(
+            f"`labels` must be integers. Received: {labels.dtype}. Pass the "
+            "ids of words."
+        )
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(
+            "`label_smoothing` must be from 0 to 1. Received: "
+            f"label_smoothing={label_smoothing}. Omit it for plain labels."
+        )
+    check_positive("soft_cap", soft_cap)
+    check_positive("block_size", block_size)
+    labels = labels.astype(int)
+    if ignore_label is not None:
+        labels = jnp.where(labels == ignore_label, -1, labels)
+    options = Options(
+        int(not words_first), soft_cap, label_smoothing, block_size
+    )
+    return compute_losses(hidden, kernel, bias, labels, options)[0]
+
+
+def check_positive(name: str, number: float | None) -> None:
+    """Raises a ValueError if an argument is zero or negative."""
+    if number is not None and not number > 0:
+        raise ValueError(
+            f"`{name}` must be positive. Received: {name}={number}. Omit it "
+            "for the default."
+        )
+
+
+def compute_losses(
+    hidden: Array,
+    kernel: Array,
+    bias: Array | None,
+    labels: Array,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the loss of each label, and the word with the largest logit."""
+    size = -(-options.block_size // _LANES) * _LANES
+    size = min(size, kernel.shape[options.words_axis])
+    if bias is None:
+        bias = jnp.zeros(kernel.shape[options.words_axis])
+    results: Any = _compute(
+        options._replace(block_size=size),
+        hidden.reshape(-1, hidden.shape[-1]),
+        kernel.astype(hidden.dtype),
+        jnp.asarray(bias),
+        labels.reshape(-1),
+    )
+    losses, words = results
+    return losses.reshape(labels.shape), words.reshape(labels.shape)
+
+
+class _Block(NamedTuple):
+    """The logits of a block of words.
+
+    Attributes:
+      start: The first word.
+      kernel: The words' part of the kernel.
+      logits: An array of shape (rows, words).
+      slope: The derivative of the cap.
+      is_new: Whether no earlier block has a word; the last one may overlap.
+      is_label: Whether a word is the row's label.
+    """
+
+    start: jax.Array
+    kernel: jax.Array
+    logits: jax.Array
+    slope: jax.Array | float
+    is_new: jax.Array
+    is_label: jax.Array
+
+
+def _compute_block(
+    options: Options,
+    k: jax.Array,
+    hidden: Any,
+    kernel: Any,
+    bias: Any,
+    labels: Any,
+) -> _Block:
+    axis, size = options.words_axis, options.block_size
+    start = jnp.minimum(k * size, kernel.shape[axis] - size)
+    part = lax.dynamic_slice_in_dim(kernel, start, size, axis)
+    logits = _multiply(hidden, part, 1 - axis)
+    logits += lax.dynamic_slice_in_dim(bias, start, size).astype(jnp.float32)
+    slope: jax.Array | float = 1.0
+    if options.soft_cap is not None:
+        ratio = jnp.tanh(logits / options.soft_cap)
+        logits, slope = options.soft_cap * ratio, 1.0 - ratio * ratio
+    word = start + jnp.arange(size)
+    is_new = word >= k * size
+    is_label = (labels[:, None] == word) & is_new
+    return _Block(start, part, logits, slope, is_new, is_label)
+
+
+def _multiply(one: Any, two: Any, axis: int, own: int = 1) -> jax.Array:
+    """Returns a product over dimensions `own` and `axis`, summed in float32."""
+    dims = (((own,), (axis,)), ((), ()))
+    return lax.dot_general(one, two, dims, preferred_element_type=jnp.float32)
+
+
+def _count_blocks(options: Options, kernel: Any) -> int:
+    return -(-kernel.shape[options.words_axis] // options.block_size)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _compute(
+    options: Options, hidden: Any, kernel: Any, bias: Any, labels: Any
+) -> tuple[jax.Array, jax.Array]:
+    return _forward(options, hidden, kernel, bias, labels)[0]
+
+
+def _forward(
+    options: Options, hidden: Any, kernel: Any, bias: Any, labels: Any
+) -> Any:
+    words = kernel.shape[options.words_axis]
+
+    def add_block(carry: Any, k: jax.Array) -> Any:
+        largest, best, total, of_label, of_all = carry
+        block = _compute_block(options, k, hidden, kernel, bias, labels)
+        logits = jnp.where(block.is_new, block.logits, _LOWEST)
+        here = logits.max(axis=1)
+        word = block.start + jnp.argmax(logits, axis=1)
+        best = jnp.where(here > largest, word, best)
+        new = jnp.maximum(largest, here)
+        added = jnp.exp(logits - new[:, None]).sum(axis=1)
+        total = total * jnp.exp(largest - new) + added
+        of_label += jnp.where(block.is_label, block.logits, 0.0).sum(axis=1)
+        of_all += jnp.where(block.is_new, block.logits, 0.0).sum(axis=1)
+        return (new, best, total, of_label, of_all), None
+
+    zeros = jnp.zeros(labels.shape, jnp.float32)
+    start = (zeros + _LOWEST, jnp.zeros(labels.shape, int), zeros, zeros, zeros)
+    blocks = jnp.arange(_count_blocks(options, kernel))
+    (largest, best, total, of_label, of_all), _ = lax.scan(
+        add_block, start, blocks
+    )
+    normalizer = largest + jnp.log(total)
+    smoothing = options.smoothing
+    of_label = (1.0 - smoothing) * of_label + smoothing / words * of_all
+    is_word = (labels >= 0) & (labels < words)
+    losses = jnp.where(is_word, normalizer - of_label, 0.0)
+    return (losses, best), (hidden, kernel, bias, labels, normalizer)
+
+
+def _backward(options: Options, residuals: Any, gradients: Any) -> Any:
+    hidden, kernel, bias, labels, normalizer = residuals
+    axis, smoothing = options.words_axis, options.smoothing
+    words = kernel.shape[axis]
+    is_word = (labels >= 0) & (labels < words)
+    factor = jnp.where(is_word, gradients[0], 0.0)[:, None]
+
+    def add_block(carry: Any, k: jax.Array) -> Any:
+        of_hidden, of_kernel, of_bias = carry
+        block = _compute_block(options, k, hidden, kernel, bias, labels)
+        wanted = (1.0 - smoothing) * block.is_label + smoothing / words
+        error = jnp.exp(block.logits - normalizer[:, None]) - wanted
+        error = jnp.where(block.is_new, factor * error * block.slope, 0.0)
+        cast = error.astype(hidden.dtype)
+        of_hidden += _multiply(cast, block.kernel, axis)
+        pair = (cast, hidden) if axis == 0 else (hidden, cast)
+        new = _multiply(*pair, 0, own=0).astype(kernel.dtype)
+        of_kernel = _add_at(of_kernel, new, block.start, axis)
+        of_bias = _add_at(of_bias, error.sum(axis=0), block.start, 0)
+        return (of_hidden, of_kernel, of_bias), None
+
+    start = (
+        jnp.zeros(hidden.shape, jnp.float32),
+        jnp.zeros_like(kernel),
+        jnp.zeros(bias.shape, jnp.float32),
+    )
+    blocks = jnp.arange(_count_blocks(options, kernel))
+    (of_hidden, of_kernel, of_bias), _ = lax.scan(add_block, start, blocks)
+    return (
+        of_hidden.astype(hidden.dtype),
+        of_kernel,
+        of_bias.astype(bias.dtype),
+        np.zeros(labels.shape, jax.dtypes.float0),
+    )
+
+
+def _add_at(array: Any, new: Any, start: jax.Array, axis: int) -> jax.Array:
+    size = new.shape[axis]
+    old = lax.dynamic_slice_in_dim(array, start, size, axis)
+    return lax.dynamic_update_slice_in_dim(array, old + new, start, axis)
+
+
+_compute.defvjp(_forward, _backward)
