@@ -65,9 +65,13 @@ def blocked_head(
     Example:
       ```python
       with strategy.scope():
-          task = keras_hub.models.CausalLM.from_preset("gemma_2b_en")
-          ks.experimental.blocked_head(task)
-      task.fit(texts, batch_size=64)
+          words = keras.Input((None,), dtype="int32")
+          embedding = keras.layers.ReversibleEmbedding(1000, 8)
+          hidden = keras.layers.Dense(8, "gelu")(embedding(words))
+          model = keras.Model(words, embedding(hidden, reverse=True))
+          ks.experimental.blocked_head(model)
+          loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+          model.compile("adam", loss)
       ```
 
     """
@@ -96,7 +100,7 @@ def _has_plain_logits(layer: Any) -> bool:
 
 
 class _Head:
-    """What logits are computed from.
+    """The head and the inputs of logits.
 
     Args:
       layer: The layer that computes them.

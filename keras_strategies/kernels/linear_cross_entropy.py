@@ -16,7 +16,7 @@ _LOWEST = -1e30
 
 
 class Options(NamedTuple):
-    """How losses are computed; see `linear_cross_entropy`."""
+    """The options of the losses; see `linear_cross_entropy`."""
 
     words_axis: int = 1
     soft_cap: float | None = None
