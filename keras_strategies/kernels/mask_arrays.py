@@ -21,6 +21,7 @@ from keras_strategies._types import Array
 from keras_strategies.kernels.attention_mask import AttentionMask
 from keras_strategies.kernels.mask_values import (
     BY_ENTRY,
+    HEADS,
     KEYS,
     QUERIES,
     ROWS,
@@ -124,7 +125,7 @@ class _Table:
 
     def _read_array(self, value: Value) -> np.ndarray:
         """Reads an array that is known when the step is traced."""
-        if value.constant is None or ROWS in value.dims:
+        if value.constant is None or {ROWS, HEADS} & {*value.dims}:
             raise NotRecognized
         array = np.asarray(value.constant)
         array = value.with_dims(array, (QUERIES, KEYS))

@@ -278,6 +278,12 @@ NOT_RECOGNIZED = {
         p[:1, :HEADS, None, None], (1, HEADS, LENGTH, LENGTH)
     ),
     "nothing": lambda p, s: jnp.tri(LENGTH, dtype=bool)[None, None] & False,
+    "constants by heads": lambda p, s: jnp.asarray(
+        np.stack([~IS_LATER, IS_NEAR])[None]
+    ),
+    "constants by rows": lambda p, s: jnp.asarray(
+        np.stack([~IS_LATER, IS_NEAR, IS_NEAR])[:, None]
+    ),
 }
 
 
@@ -322,3 +328,69 @@ def test_an_unfinished_trace_is_left_as_it_is():
     before = jax.make_jaxpr(lambda p: merged(p, causal_of_hub()))(PADDING)
     after = jax.make_jaxpr(call)(PADDING)
     assert len(after.eqns) <= len(before.eqns) + 6
+
+
+def make_leaf(random, padding, segments):
+    """A random part of a mask."""
+    offset = int(random.integers(-2, 4))
+    dtype = random.choice(["int32", "float32", "bfloat16", "int8"])
+    place = jnp.arange(LENGTH, dtype=dtype)
+    ones = np.ones((LENGTH, LENGTH), bool)
+    counts = jnp.cumsum(jnp.ones(LENGTH, "int32"))
+    of_rows = [np.tril(ones, k) for k in random.integers(-1, 3, ROWS)]
+    parts = [
+        lambda: place[:, None] + jnp.asarray(offset, dtype) >= place,
+        lambda: jnp.abs(place[:, None] - place) <= abs(offset),
+        lambda: padding[:, None, None],
+        lambda: padding[:, None, :, None],
+        lambda: segments[:, None, :, None] == segments[:, None, None],
+        lambda: padding[:1, :HEADS, None, None],
+        lambda: jnp.asarray(np.stack(of_rows[:HEADS])[None]),
+        lambda: jnp.asarray(np.stack(of_rows)[:, None]),
+        lambda: jnp.asarray(np.tril(ones, offset)),
+        lambda: jnp.asarray(random.random(ones.shape) < 0.5),
+        lambda: place < offset + 3,
+        lambda: place < segments.sum(1)[:, None, None, None],
+        lambda: counts[:, None] >= counts,
+        lambda: jnp.tril(jnp.ones((ROWS, 1, LENGTH, LENGTH), bool), offset),
+    ]
+    part = parts[random.integers(len(parts))]()
+    return part.reshape((1,) * (4 - part.ndim) + part.shape)
+
+
+COMBINED = [
+    *[jnp.logical_and] * 4,
+    jnp.logical_or,
+    jnp.logical_xor,
+    lambda a, b: ~(a | b),
+    lambda a, b: jnp.minimum(a.astype(int), b.astype(int)).astype(bool),
+    lambda a, b: a.astype("float32") * b.astype("float32") > 0.5,
+    lambda a, b: jnp.where(a, b, False),
+    lambda a, b: a.astype(int) + b.astype(int) > 1,
+    lambda a, b: jnp.where(a, b.astype(int) * 3, 0) != 0,
+]
+
+
+def make_tree(random, depth, *given):
+    if depth == 0 or random.random() < 0.2:
+        return make_leaf(random, *given)
+    parts = [make_tree(random, depth - 1, *given) for _ in range(2)]
+    return COMBINED[random.integers(len(COMBINED))](*parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(300))
+def test_what_is_recognized_of_random_masks_is_right(seed):
+    random = np.random.default_rng(seed)
+
+    def call(padding, segments):
+        array = make_tree(random, seed % 4, padding, segments)
+        known = recognize_mask(array, X, X)
+        mask, wrong = known or (None, None)
+        again = array if mask is None else to_array(mask)
+        return array, again, jnp.zeros(ROWS, bool) if wrong is None else wrong
+
+    array, again, wrong = jax.jit(call)(PADDING, SEGMENTS)
+    shape = (ROWS, HEADS, LENGTH, LENGTH)
+    array, again = (np.broadcast_to(a, shape) for a in (array, again))
+    np.testing.assert_array_equal(array[~wrong], again[~wrong])
