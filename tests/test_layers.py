@@ -94,7 +94,7 @@ MAX_LINES = 400
 # number may only fall. A change that raises one says in its message what users
 # get for it and what it deleted.
 LOGIC_LINES = {
-    "": 119,
+    "": 121,
     "callbacks": 601,
     "checkpoint": 2272,
     "cli": 2516,
@@ -106,7 +106,7 @@ LOGIC_LINES = {
     "hooks": 1473,
     "job": 713,
     "keras_bridge": 371,
-    "kernels": 2107,
+    "kernels": 2314,
     "migrate": 1499,
     "names": 309,
     "passes": 5384,
