@@ -258,3 +258,70 @@ def test_a_call_of_a_step_of_the_same_form_is_none_of_keras():
             return super().train_step(data)
 
     compare(train(2, cls=Child), train(2))
+
+
+class OfSeveralTasks(keras.Model):
+    """MAML: each row is a task, whose inner step moves weights of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kernel = self.add_weight(shape=(5, 1), initializer="ones")
+
+    def call(self, x):
+        return ops.matmul(x, self.kernel)
+
+    def train_step(self, data):
+        x, y = data
+        rows = ops.shape(x)[0]
+        with ks.GradientTape() as outer:
+            kernels = ops.tile(self.kernel.value[None], (rows, 1, 1))
+            with ks.GradientTape() as inner:
+                inner.watch(kernels)
+                errors = ops.einsum("ri,rio->ro", x, kernels) - y
+                loss = ops.sum(errors**2)
+            kernels -= 0.1 * inner.gradient(loss, kernels)
+            errors = ops.einsum("ri,rio->ro", ops.tanh(x), kernels) - y
+            loss = ops.mean(errors**2)
+        weights = self.trainable_variables
+        gradients = outer.gradient(loss, weights)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        self.metrics[0].update_state(loss)
+        return self.get_metrics_result()
+
+
+class WithActivationMaps(InPlace):
+    """Grad-CAM: the loss has the maps of where the score comes from."""
+
+    def train_step(self, data):
+        x, y = data
+        if not self.built:
+            self(x)
+        with ks.GradientTape() as outer:
+            with ks.GradientTape() as inner:
+                hidden = self.first(x)
+                inner.watch(hidden)
+                output = self.last(hidden)
+            slopes = inner.gradient(output, hidden)
+            maps = ops.tanh(ops.sum(slopes * hidden, axis=-1))
+            loss = ops.mean((output - y) ** 2) + 0.1 * ops.mean(maps)
+        weights = [*self.first.weights, *self.last.weights]
+        gradients = outer.gradient(loss, weights)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+@pytest.mark.parametrize("cls", [OfSeveralTasks, WithActivationMaps])
+def test_nested_tapes_are_mapped(cls):
+    def fit(replicas):
+        keras.utils.set_random_seed(1)
+        with ks.MirroredStrategy(devices=jax.devices()[:replicas]).scope():
+            model = cls("mean")
+            model.compile(keras.optimizers.SGD(0.01), "mse")
+        fit = model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+        return fit.history["loss"], model.get_weights()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="This step runs over")
+        found = fit(2)
+    compare(found, fit(1))
