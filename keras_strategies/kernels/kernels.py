@@ -35,6 +35,8 @@ from keras_strategies.spmd.mesh import ReplicaMesh
 
 _PLATFORM_TESTS = {"running_on_tpu": "tpu", "running_on_gpu": "gpu"}
 """Functions by which layers of keras-hub choose their attention."""
+_WIDE = ("rbg", "unsafe_rbg")
+"""Random generators of JAX whose keys have four numbers."""
 
 
 @contextlib.contextmanager
@@ -259,6 +261,23 @@ def _estimate_sizes(
     return size, size
 
 
+def _wrap_seeds(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wraps the function by which Keras draws the seeds of random numbers.
+
+    Keras's seeds are two numbers, the keys of JAX's other generators four.
+    """
+
+    @functools.wraps(original)
+    def draw_seed(seed: Any) -> Any:
+        config: Any = jax.config
+        drawn = original(seed)
+        if config.jax_default_prng_impl not in _WIDE or drawn.shape != (2,):
+            return drawn
+        return jax.random.wrap_key_data(jnp.tile(drawn, 2).astype("uint32"))
+
+    return draw_seed
+
+
 def _find_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
     from jax.experimental import rnn
@@ -274,6 +293,8 @@ def _find_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     keras_rnn = importlib.import_module("keras.src.backend.jax.rnn")
     yield keras_rnn, "_is_gpu_available", is_on_gpu
     yield rnn, "lstm", _wrap_lstm
+    keras_random = importlib.import_module("keras.src.backend.jax.random")
+    yield keras_random, "jax_draw_seed", _wrap_seeds
     sizes = "compute_rnn_workspace_reserve_space_sizes"
     yield gpu_rnn, sizes, _wrap_sizes
     yield from find_layer_patches()

@@ -6,6 +6,7 @@ at in the rooms that may use `keras.src`.
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import pathlib
 import re
@@ -363,6 +364,22 @@ def test_seed_variable_is_known_by_name_shape_and_dtype():
     np.testing.assert_array_equal(state.numpy(), [5, 2])
     dropout = keras.layers.Dropout(0.5)
     assert dropout.seed_generator.state.name == "seed_generator_state"
+
+
+def test_all_random_numbers_have_a_key_of_two_numbers_from_one_function(
+    monkeypatch,
+):
+    module = importlib.import_module("keras.src.backend.jax.random")
+    drawn, draw = [], module.jax_draw_seed
+    monkeypatch.setattr(
+        module,
+        "jax_draw_seed",
+        lambda seed: drawn.append(draw(seed)) or drawn[-1],
+    )
+    keras.random.normal((2,), seed=keras.random.SeedGenerator(1))
+    keras.random.uniform((2,), seed=3)
+    keras.layers.Dropout(0.5)(np.ones((1, 2), "float32"), training=True)
+    assert [(x.shape, str(x.dtype)) for x in drawn] == [((2,), "uint32")] * 3
 
 
 def test_metric_variables_say_what_others_do_not():

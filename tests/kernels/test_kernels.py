@@ -21,6 +21,7 @@ from keras_strategies.kernels import kernels
 from keras_strategies.kernels.kernels import kernels_for
 from keras_strategies.kernels.mapped_kernels import Trace
 from tests.support.combinations import combine, few
+from tests.support.plain_keras import mirrored
 from tests.support.strategies import cores_strategy
 
 SIZES = "compute_rnn_workspace_reserve_space_sizes"
@@ -159,6 +160,27 @@ def test_layers_of_keras_hub_look_at_the_mesh(monkeypatch, platform):
         assert module.running_on_gpu() == (platform == "gpu")
     assert module.running_on_tpu()
     assert module.running_on_gpu()
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_dropout_by_another_generator_of_jax(replicas):
+    """Also in steps over the global batch: 8 rows on 3 replicas."""
+
+    def fit(implementation):
+        keras.utils.set_random_seed(0)
+        with mirrored(replicas).scope():
+            model = keras.Sequential(
+                [keras.Input((500,)), keras.layers.Dropout(0.25, seed=1)]
+            )
+            model.compile(loss=lambda y, kept: keras.ops.mean(kept, axis=-1))
+        x = np.ones((8, 500), "float32")
+        with jax.default_prng_impl(implementation):
+            return model.fit(x, x, epochs=2, verbose=0).history["loss"]
+
+    losses = fit("rbg")
+    assert losses == fit("rbg") != fit("threefry2x32")
+    assert losses[0] != losses[1]
+    np.testing.assert_allclose(losses, 1, atol=0.05)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -358,15 +358,27 @@ def test_held_arrays_and_shared_buffers_survive():
     np.testing.assert_allclose(target.numpy(), 10.0)
 
 
-def test_random_layers_draw_other_numbers_on_every_replica():
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
+def test_random_layers_draw_other_numbers_on_every_replica(implementation):
     strategy = mirrored(2)
     with strategy.scope():
         seeds = keras.random.SeedGenerator(3)
-    draw = lambda: keras.random.normal((4,), seed=seeds)  # noqa: E731
-    first, second = values_of(strategy, strategy.run(draw))
-    third, _ = values_of(strategy, strategy.run(draw))
+        dropout = keras.layers.Dropout(0.25, seed=4)
+
+    def draw():
+        kept = dropout(jnp.ones((100, 100)), training=True)
+        return keras.random.normal((4,), seed=seeds), kept.mean()
+
+    with jax.default_prng_impl(implementation):
+        numbers, means = strategy.run(draw)
+        third, _ = values_of(strategy, strategy.run(draw)[0])
+    first, second = values_of(strategy, numbers)
     assert not np.allclose(first, second)
     assert not np.allclose(first, third)
+    one, other = values_of(strategy, means)
+    assert one != other
+    np.testing.assert_allclose([one, other], 1, atol=0.03)
+    assert seeds.state.numpy().tolist() == [3, 2]
 
 
 def test_trainable_flipped_is_seen():
