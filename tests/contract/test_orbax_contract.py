@@ -7,9 +7,14 @@ import json
 import threading
 
 import jax
+import keras
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+
+import keras_strategies as ks
+from keras_strategies.checkpoint import orbax_io
+from tests.support.plain_keras import mirrored
 
 
 @pytest.mark.parametrize(("name", "is_lost"), [("a[b]", True), ("ab", False)])
@@ -51,6 +56,27 @@ def test_the_tree_names_the_arrays_and_what_it_lacks_is_left_out(tmp_path):
             ),
         )
     assert restored["b"]["z"] is placeholder
+
+
+@pytest.mark.filterwarnings("ignore:Use .(save|load). instead")
+def test_version_1_has_the_same_format(tmp_path):
+    """As decision 50 says: it reads a checkpoint of ours, and the reverse."""
+    from orbax.checkpoint.experimental import v1
+
+    with (strategy := mirrored(2)).scope():
+        variable = keras.Variable([1.0, 2.5])
+    path = ks.checkpoint.Checkpoint(value=variable).save(tmp_path / "ours")
+    (found,) = jax.tree.leaves(v1.load_pytree(path))
+    np.testing.assert_array_equal(found, [1, 2.5])
+    v1.save_pytree(tmp_path / "theirs", {"value": {"0": variable.value}})
+    checkpointer = orbax_io.make_checkpointer((0,))
+    value = jax.ShapeDtypeStruct((2,), "float32", sharding=strategy.mesh.whole)
+    item = {"value": {"0": value}}
+    restored = orbax_io.restore_arrays(
+        checkpointer, tmp_path / "theirs", item, is_part=False
+    )
+    checkpointer.close()
+    np.testing.assert_array_equal(restored["value"]["0"], [1, 2.5])
 
 
 def test_pools_of_threads_end_by_what_threading_runs_first():
