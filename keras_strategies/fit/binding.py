@@ -16,7 +16,7 @@ import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_strategies._types import Batch, Tree
-from keras_strategies.fit import scope_hooks, step_profiler
+from keras_strategies.fit import generating, scope_hooks, step_profiler
 from keras_strategies.fit.callbacks.callback_list import (
     close_reports,
     make_quiet_list,
@@ -125,7 +125,8 @@ class Binding:
     def _make_step_attributes(self) -> dict[str, Any]:
         # Keras's `fit` builds the model from the first batch. A bound model is
         # built already when Keras's `fit` is called.
-        attributes: dict[str, Any] = {**self._functions.makers()}
+        attributes = generating.find_maker(self.model, self._mesh)
+        attributes |= self._functions.makers()
         attributes[_BUILDER] = self._build_for_others
         if keras_names.BUILDS_FIRST:
             attributes[keras_names.MAYBE_BUILD] = self._maybe_build_for_others

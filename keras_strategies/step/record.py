@@ -51,7 +51,6 @@ class TraceKind:
     sums_later: bool = False
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Record:
     """A record of one trace of a step.
@@ -104,6 +103,8 @@ class StepTracer:
         self._body, self._mesh, self._forget = body, mesh, forget
         self._variables = variables
         self._notes = StepNotes()
+        # JAX's caches, which outlive the model, have only numbers of records.
+        self._records: list[Record] = []
         self._record = jax.jit(self._make_record, static_argnums=0)
 
     def trace(
@@ -146,7 +147,8 @@ class StepTracer:
         finally:
             # Notes contain values of the trace, which refer to all of it.
             self._notes = StepNotes()
-        return traced.out_tree.unflatten(())
+        (number,) = traced.out_tree.unflatten(())
+        return self._records[number]
 
     def trace_again(
         self, record: Record, batch: Batch, rows: int | None = None
@@ -178,9 +180,10 @@ class StepTracer:
         written: Sequence[Group],
         read: Sequence[Group],
         data: Batch,
-    ) -> Record:
+    ) -> dict[int, None]:
+        """Appends a record; its number is the structure of an empty tree."""
         replicated = replicated_spec()
-        records: list[Record] = []
+        number = len(self._records)
 
         def trace(written: Any, read: Any, data: Batch) -> tuple[()]:
             rows = jax.tree.leaves(data)[0].shape[0]
@@ -192,7 +195,7 @@ class StepTracer:
                 return self._body(step, *args)
 
             traced = Traced(body, written, read, data)
-            records.append(
+            self._records.append(
                 self._describe(kind, rows, data, step.notes, traced=traced)
             )
             return ()
@@ -206,7 +209,7 @@ class StepTracer:
         )
         with traces.without_collector():
             mapped(written, read, data)
-        return records[0]
+        return {number: None}
 
     def _describe(
         self,

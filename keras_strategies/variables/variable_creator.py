@@ -117,16 +117,20 @@ class ReplicaDistribution(Distribution):
     def _is_shared(self) -> bool:
         return self._mesh.num_processes > 1 and not self._mesh.is_abstract
 
-    def get_data_layout(self, data_shape: Iterable[int]) -> NamedSharding:
+    def get_data_layout(
+        self, data_shape: Iterable[int]
+    ) -> NamedSharding | None:
         """Returns the layout of data that other libraries place in a scope.
 
         keras-hub's `generate` calls this, unlike `fit`. Rows are replicated if
-        the replicas cannot share them evenly, or if there are several
-        processes, because a process can read only from its devices.
+        the replicas cannot share them evenly. If there are several processes,
+        the data stay on the host: JAX compares placed data, on the devices.
         """
         mesh, rows = self._mesh, next(iter(data_shape), 0)
         shares = rows and rows % mesh.num_replicas == 0
-        return mesh.split if shares and mesh.num_processes == 1 else mesh.whole
+        if mesh.num_processes > 1:
+            return None
+        return mesh.split if shares else mesh.whole
 
     def get_tensor_layout(self, path: str) -> None:
         """Returns None: activations keep the layout that the step chose."""

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import gc
 import types
+import weakref
 
 import jax
 import keras
@@ -329,3 +330,25 @@ def test_a_step_that_other_settings_of_jax_unmap():
     with pytest.warns(UserWarning, match="This step runs over the global"):
         plain, ours = run_both(SumIfPrecise, act, optimizer="sgd", loss="mse")
     assert_same(plain, ours)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_programs_do_not_keep_models_alive(is_sharded):
+    """As in a search for hyperparameters: many models on one strategy."""
+    partitioner = ks.experimental.FullySharded(min_size=4)
+    strategy = ks.MirroredStrategy(
+        jax.devices()[:2],
+        variable_partitioner=partitioner if is_sharded else None,
+    )
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    model.fit(X, Y, batch_size=9, epochs=1, verbose=0)
+    model.evaluate(X, Y, verbose=0)
+    variables = [*model.variables, *model.optimizer.variables]
+    gone = [weakref.ref(v) for v in [model, *variables]]
+    gone += [weakref.ref(v.value) for v in variables]
+    del model, variables
+    keras.backend.clear_session()
+    gc.collect()
+    assert [ref() for ref in gone if ref() is not None] == []

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from keras_strategies._types import Batch, Tree
+from keras_strategies._types import Tree
 from keras_strategies.cluster.exchange import message_forms
 from keras_strategies.cluster.exchange.rounds import Rounds
 from keras_strategies.data.source import Source, data_checksum
@@ -131,35 +131,48 @@ def build_equal_replicas(
             f"{shown}{more}. Pad the arrays to the same shape, or distribute a "
             "dataset, whose batches may differ in their number of rows."
         )
-    _check_same_values(mesh, name, received)
+    _compare_checksums(mesh, name, received)
     assert values is not None
     return values[0]
 
 
-def check_same_rows(mesh: ReplicaMesh, batch: Batch) -> None:
-    """Checks that processes that share replicas have equal rows. Collective.
+def check_same_values(
+    mesh: ReplicaMesh, name: str, values: Tree, shared: str = "replicas"
+) -> None:
+    """Checks that processes have equal values if they must. Collective.
+
+    Args:
+      mesh: The mesh of the replicas.
+      name: The function or method that needs the values, for error messages.
+      values: Arrays.
+      shared: "replicas" if processes that share replicas must have equal
+        values; "variables" if all processes must.
 
     Raises:
-      ValueError: if processes that share replicas received different rows.
+      ValueError: if these processes received different values.
     """
-    name = "a call with one batch"
     with _start_rounds(mesh, name, name) as rounds:
-        message = {"checksum": data_checksum(batch)}
+        message = {"checksum": data_checksum(values)}
         received = rounds.exchange(message, _SAME)
-    _check_same_values(mesh, name, received)
+    _compare_checksums(mesh, name, received, shared)
 
 
-def _check_same_values(
-    mesh: ReplicaMesh, name: str, received: list[dict[str, Any]]
+def _compare_checksums(
+    mesh: ReplicaMesh,
+    name: str,
+    received: list[dict[str, Any]],
+    shared: str = "replicas",
 ) -> None:
     checksums = [one["checksum"] for one in received]
     group = find_unequal_readers(mesh, checksums)
+    if shared == "variables" and len(set(checksums)) > 1:
+        group = list(mesh.processes)
     if group is not None:
         raise ValueError(
-            "Processes that share replicas must provide equal values to "
+            f"Processes that share {shared} must provide equal values to "
             f"{name}. Received: values with the checksums "
             f"{list_values(mesh, checksums)}, where the processes {group} "
-            "share replicas. Pass equal values in all processes. If they are "
+            f"share {shared}. Pass equal values in all processes. If they are "
             "random, generate them with the same seed."
         )
 

@@ -19,7 +19,7 @@ from keras_strategies._types import Logs, Tree
 from keras_strategies.data import batch_spec
 from keras_strategies.data.steps import Steps
 from keras_strategies.fit.inputs import keras_sources
-from keras_strategies.fit.inputs.agree_source import check_same_rows
+from keras_strategies.fit.inputs.agree_source import check_same_values
 from keras_strategies.fit.inputs.choose_source import (
     LoopData,
     make_loop_source,
@@ -389,7 +389,7 @@ def place_batch(batch: Tree, mesh: ReplicaMesh) -> Execution:
     """
     batch = keras_sources.to_host_batch(batch)
     if mesh.spans_processes:
-        check_same_rows(mesh, batch)
+        check_same_values(mesh, "a call with one batch", batch)
     return place([global_batch(batch, mesh)], mesh)
 
 
