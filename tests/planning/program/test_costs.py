@@ -328,3 +328,15 @@ def test_random_bits_take_the_time_of_their_integer_operations():
     seconds = 200 * 3200**2 / CHIP.integer_ops
     assert found["compute_seconds"] == pytest.approx(seconds)
     assert found["busy_seconds"] >= seconds
+
+
+def test_random_bits_of_the_generator_of_xla_are_written():
+    found = costs(
+        entry(
+            "%k = u32[4]{0:T(128)} parameter(0)",
+            f"ROOT %x = {BIG} rng-bit-generator(%k), algorithm=rng_default",
+        )
+    )
+    assert found["moved_bytes"] == pytest.approx(4 * 3200**2, rel=1e-3)
+    seconds = found["moved_bytes"] / CHIP.memory_bandwidth
+    assert found["busy_seconds"] >= seconds
