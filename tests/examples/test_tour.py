@@ -1,4 +1,4 @@
-"""The notebook of the examples, run from its first cell to its last."""
+"""The notebooks of the examples, run from their first cell to their last."""
 
 import os
 import pathlib
@@ -58,3 +58,28 @@ def test_it_trains_on_eight_devices_and_shows_what_it_promises(notebook):
     accuracy, losses = shown["stdout"]
     assert float(accuracy.split()[-1]) >= 0.95
     assert losses.startswith("one device:")
+
+
+@pytest.mark.slow
+def test_kaggles_notebook_trains_on_eight_devices(tmp_path):
+    notebook = nbformat.read(NOTEBOOK.with_name("kaggle_tpu.ipynb"), 4)
+    nbformat.validate(notebook)
+    assert list_outputs(notebook) == {}
+    environ = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        WITHOUT_PACKAGES: "tensorflow",
+    }
+    del environ["XLA_FLAGS"]
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute(env=environ)
+    shown = list_outputs(notebook)
+    assert "8" in shown["text/plain"]
+    texts = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(shown["stdout"]))
+    assert re.search(r"jax +0\.", texts)
+    plain = "\n".join(shown["text/plain"])
+    assert re.search(r"\d+ % of the time .*\.", plain)
+    assert re.search(r"not seen: (1\.0|0\.9[5-9])", texts)
+    assert (tmp_path / "digits.keras").exists()
+    assert list((tmp_path / "checkpoints").iterdir())
