@@ -109,7 +109,7 @@ LOGIC_LINES = {
     "kernels": 2327,
     "migrate": 1499,
     "names": 309,
-    "passes": 5384,
+    "passes": 5391,
     "planning": 3326,
     "reporting": 972,
     "run": 729,

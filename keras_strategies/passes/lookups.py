@@ -240,6 +240,7 @@ class Lookups:
             )
         ]
         rows = jnp.asarray(self._read_full(self._narrow.get(added, added)))
+        devices: Any = spec.sharding.mesh.devices
         shape, total = list(rows.shape), list(table.aval.shape)
         total[spec.dim] //= spec.count
         shape[dim : dim + 1] = spec.count, total[spec.dim]
@@ -250,7 +251,7 @@ class Lookups:
             self._exchange.swap(parts, dim, 0),
             numbers,
             params["mode"],
-            is_tpu=spec.sharding.mesh.devices.flat[0].platform == "tpu",
+            is_tpu=devices.flat[0].platform == "tpu",
         )
         shard = self._exchange.sum_shards(shard, spec)
         return shard.astype(table.aval.dtype)

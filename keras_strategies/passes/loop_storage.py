@@ -178,10 +178,19 @@ class _Loop:
         if not any(changes):
             return [equation]
         shapes = (get_shape(v.aval) for v in equation.invars)
-        traced = jax.make_jaxpr(self._compute)(*shapes)
+        traced = jax.make_jaxpr(self._compute_separately)(*shapes)
         outvars = enumerate(equation.outvars)
         outvars = [v for k, v in outvars if k not in self.dropped]
         return inline_program(traced.jaxpr, equation.invars, outvars)
+
+    def _compute_separately(self, *operands: Array) -> list[Any]:
+        """Computes the loop; no two results are one array, or an operand."""
+        seen, results = set(map(id, operands)), []
+        for result in self._compute(*operands):
+            # `jax.lax.scan` returns a slice that a body returns as it is.
+            results.append(jnp.copy(result) if id(result) in seen else result)
+            seen.add(id(result))
+        return results
 
     def _compute(self, *operands: Array) -> list[Any]:
         """Computes the loop, and what its body leaves out."""

@@ -284,3 +284,70 @@ def test_products_are_summed_in_the_dtype_of_the_carry():
     exact = np.einsum("tri,trj->ij", *2 * [np.asarray(x, "float64")])
     (total,) = jaxpr_as_fun(changed)(x)
     np.testing.assert_allclose(total, exact, rtol=1e-4, atol=1e-3)
+
+
+def test_results_that_are_one_array_or_an_operand():
+    weight = jnp.asarray(RNG.normal(size=(7, 7)), "float32")
+
+    def loop(weight, x):
+        def body(carry, row):
+            product = row @ weight
+            return carry + row.T @ row, (row, product, product, carry)
+
+        return jax.lax.scan(body, jnp.zeros((7, 7)), x)
+
+    traced = jax.make_jaxpr(loop)(weight, X)
+    assert compare(traced, weight, X) is not traced
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100))
+def test_random_loops(seed):
+    random = np.random.default_rng(seed)
+    units = int(random.choice([2, 4, 8, 16]))
+    weights = random.normal(size=(2, units, units), scale=0.4).astype("float32")
+    rows = random.normal(size=(TURNS, ROWS, units)).astype("float32")
+    numbers = random.integers(100, size=(6, 3))
+    places = random.integers(100, size=4)
+    kinds = [
+        lambda a, b, w: a @ w,
+        lambda a, b, w: jnp.tanh(a),
+        lambda a, b, w: jax.nn.sigmoid(a @ w + w[0]) * b,
+        lambda a, b, w: a * b,
+        lambda a, b, w: a - 0.5 * b,
+        lambda a, b, w: jnp.where(a > 0, a, b),
+    ]
+
+    def body(weights, carry, row):
+        state, total, whole = carry
+        values = [state, row, row @ weights[1]]
+        for kind, one, two in numbers:
+            a, b = (values[k % len(values)] for k in (one, two))
+            weight = weights[(one + two) % 2]
+            values.append(kinds[kind % len(kinds)](a, b, weight))
+        a, b, c, d = (values[k % len(values)] for k in places)
+        new = total + a.T @ b
+        whole += (a.T @ b).astype(whole.dtype)
+        results = c, d, (new if seed % 2 else total)
+        return (jnp.tanh(values[-1]), new, whole), results
+
+    def loss(weights, rows):
+        start = (
+            jnp.zeros((ROWS, units)),
+            jnp.zeros((units, units)),
+            jnp.zeros((units, units), random.choice(["int32", "int8"])),
+        )
+        (state, total, whole), results = jax.lax.scan(
+            lambda *args: body(weights, *args),
+            start,
+            rows,
+            reverse=bool(seed % 3),
+            unroll=1 + seed % 2,
+        )
+        terms = map(jnp.sin, (state, total, *results))
+        return sum(map(jnp.sum, terms)), (total, whole, results)
+
+    derive = jax.value_and_grad(loss, (0, 1), has_aux=True)
+    function = derive if seed % 4 else loss
+    traced = jax.make_jaxpr(function)(weights, rows)
+    compare(traced, weights, rows, rtol=1e-4)
