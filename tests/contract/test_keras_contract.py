@@ -108,6 +108,9 @@ RELIED_ON = {
     *("_epoch", "_fn", "_fn_kwargs", "_inputs", "_iterations"),
     *("_learning_rate", "_moments", "_num_samples"),
     *("_reduction_axes", "_shuffle", "_trainable_variables"),
+    # Heads of many words.
+    "_compile_metrics",
+    "_keras_history",
 }
 """Private names of Keras, each with a test here or in another of this
 directory's files of Keras."""
@@ -992,6 +995,16 @@ def test_predictions_leave_the_gradient_for_the_metrics():
     assert len(new) == 2
     accuracy = keras.metrics.SparseCategoricalAccuracy
     assert accuracy.update_state is MeanMetricWrapper.update_state
+    assert model._compile_metrics is None
+    model.compile("sgd", "mse", metrics=["mae"])
+    model.fit(x, y, verbose=0)
+    assert [m.name for m in model._compile_metrics.metrics] == ["mae"]
+
+
+def test_a_tensor_knows_the_operation_that_computes_it():
+    layer = keras.layers.Dense(2)
+    outputs = layer(keras.Input((3,)))
+    assert outputs._keras_history.operation is layer
 
 
 LOSS_ARGUMENTS = {
