@@ -128,11 +128,79 @@ def expect(fn):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    "replicas", [1, 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_gradients_are_those_of_tensorflow(name, replicas):
     expected = expect(CASES[name])
     for found in run(CASES[name], strategy_of(replicas)):
         compare(found, expected)
+
+
+def weigh(leaf):
+    """A number to which each entry of an array contributes another part."""
+    leaf = leaf.real + leaf.imag
+    weights = np.cos(np.arange(leaf.size, dtype="float32")).reshape(leaf.shape)
+    return (leaf.astype("float32") * weights).sum()
+
+
+class AllCases(keras.Model):
+    """All cases in one step; the logs are what they return."""
+
+    def __init__(self, variables):
+        super().__init__()
+        self.cases, self.made = variables, list(variables.made)
+
+    def call(self, x):
+        return x
+
+    def train_step(self, data):
+        self.cases.next = 0
+        arrays = map(jnp.asarray, (X, Y, W))
+        arrays = [jax.lax.optimization_barrier(array) for array in arrays]
+        return {
+            f"{name} {k}": weigh(leaf)
+            for name, fn in CASES.items()
+            for k, leaf in enumerate(
+                jax.tree.leaves(fn(ours(self.cases), *arrays))
+            )
+        }
+
+
+@pytest.mark.parametrize(
+    ("replicas", "rows"),
+    [
+        (2, 6),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(1, 4), (1, 6), (2, 8), (3, 6), (3, 7)]
+        ),
+    ],
+)
+def test_a_fit_has_the_gradients_of_tensorflow(replicas, rows):
+    strategy, variables = strategy_of(replicas), Variables()
+
+    def make_variables(*arrays):
+        variables.next = 0
+        for fn in CASES.values():
+            fn(ours(variables), *arrays)
+
+    with strategy.scope():
+        strategy.run(make_variables, args=(X, Y, W))
+        model = AllCases(variables)
+        model.compile()
+    x = np.ones((rows, 3), "float32")
+    history = model.fit(x, batch_size=4, verbose=0).history
+    wanted = {
+        f"{name} {k}": weigh(np.asarray(leaf))
+        for name, fn in CASES.items()
+        for k, leaf in enumerate(jax.tree.leaves(expect(fn)))
+    }
+    assert wanted.keys() == history.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(
+            history[name][0], value, rtol=3e-5, atol=1e-5, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
