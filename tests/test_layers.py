@@ -110,7 +110,7 @@ LOGIC_LINES = {
     "migrate": 1499,
     "names": 309,
     "passes": 5391,
-    "planning": 3326,
+    "planning": 3329,
     "reporting": 972,
     "run": 729,
     "spmd": 1658,
