@@ -179,7 +179,7 @@ class _Planning:
         devices = self._step.mesh.devices
         with warnings.catch_warnings():
             if rows != self._step.rows:
-                # They concern a step that nobody asked for.
+                # The step that is planned has other rows.
                 warnings.simplefilter("ignore")
             lowered = step.lower(rows)
         return self.compiler.submit(lowered, devices, is_full=is_full)
