@@ -106,7 +106,7 @@ LOGIC_LINES = {
     "hooks": 1473,
     "job": 713,
     "keras_bridge": 371,
-    "kernels": 2327,
+    "kernels": 2331,
     "migrate": 1499,
     "names": 309,
     "passes": 5391,

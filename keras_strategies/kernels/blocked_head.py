@@ -226,7 +226,8 @@ def _wrap_model(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         loss, (unscaled, y_pred, *state) = original(model, *args, **kwargs)
         head = get_tensor_attr(y_pred, _HEAD)
-        if head is not None and head.words is not None:
+        words = None if head is None else head.words
+        if words is not None and not _has_own_steps(type(model)):
             # Keras computes the metrics where neither the head nor its inputs
             # can be read.
             compiled = model._compile_metrics
@@ -238,10 +239,16 @@ def _wrap_model(original: Callable[..., Any]) -> Callable[..., Any]:
             for metric in others:
                 _warn(f"The metric {metric.name!r} reads")
             if not others:
-                y_pred = _Words(head.words, get_keras_mask(y_pred))
+                y_pred = _Words(words, get_keras_mask(y_pred))
         return loss, (unscaled, y_pred, *state)
 
     return compute_loss_and_updates
+
+
+def _has_own_steps(cls: type) -> bool:
+    """Returns whether a model's own code may read its predictions."""
+    names = ("train_step", "test_step", "compute_metrics")
+    return any(getattr(cls, n) is not getattr(keras.Model, n) for n in names)
 
 
 def _is_accuracy(metric: Any) -> bool:

@@ -201,6 +201,28 @@ def test_what_reads_all_logits_is_named(loss, metric, reader):
         model.fit(np.ones((8, WIDTH)), labels, verbose=0)
 
 
+def test_metrics_of_ones_own_read_logits():
+    class Model(keras.Model):
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            return {"largest": keras.ops.mean(keras.ops.max(y_pred, axis=-1))}
+
+    inputs = keras.Input((WIDTH,))
+    found = []
+    for is_blocked in (False, True):
+        keras.utils.set_random_seed(0)
+        strategy = make_strategy("mirrored2")
+        with strategy.scope():
+            model = Model(inputs, layers.Dense(WORDS)(inputs))
+            if is_blocked:
+                ks.experimental.blocked_head(model)
+            loss = losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile("sgd", loss)
+        x = HIDDEN.reshape(-1, WIDTH)[:8]
+        history = model.fit(x, np.arange(8), verbose=0).history
+        found.append(history["largest"])
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "end",
     [layers.Dense(WORDS, "softmax"), layers.ReLU(), lambda x: x * 2.0],
