@@ -153,9 +153,12 @@ def _wrap_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(layer: Any, *args: Tree, **kwargs: Tree) -> Any:
         logits = original(layer, *args, **kwargs)
-        is_head = current_trace() is not None and layer in _block_sizes
-        is_lookup = isinstance(layer, keras.layers.Embedding)
-        if is_head and (not is_lookup or kwargs.get("reverse") or args[1:]):
+        if current_trace() is None or layer not in _block_sizes:
+            return logits
+        is_table = isinstance(layer, keras.layers.Embedding)
+        is_lookup = is_table and not kwargs.get("reverse")
+        # The layer may have been quantized since it was marked.
+        if args and not is_lookup and _has_plain_logits(layer):
             set_tensor_attr(logits, _HEAD, _Head(layer, args[0]))
         return logits
 

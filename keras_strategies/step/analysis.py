@@ -14,7 +14,11 @@ from keras_strategies.kernels.attention import WITHOUT_KERNEL
 from keras_strategies.passes import traces
 from keras_strategies.passes.row_kinds import losses, marks
 from keras_strategies.passes.row_kinds.losses import Finding, Verdict
-from keras_strategies.passes.stages import all_equations
+from keras_strategies.passes.stages import (
+    all_equations,
+    needed_equations,
+    variables,
+)
 from keras_strategies.step.record import Record
 from keras_strategies.tpu.chips import find_chip
 
@@ -278,9 +282,11 @@ def warn_of_products(
         result: Any = equation.outvars[0].aval
         return result.size * result.dtype.itemsize / parts
 
+    # Of `blocked_head`, the compiler removes the logits.
+    live = needed_equations(jaxpr.jaxpr.eqns, variables(jaxpr.jaxpr.outvars))
     products = [
         e
-        for e in all_equations(jaxpr)
+        for e in all_equations(jaxpr.jaxpr.replace(eqns=live))
         if e.primitive.name == "dot_general"
         # Otherwise it was warned of already.
         and WITHOUT_KERNEL not in str(e.source_info.name_stack)

@@ -691,6 +691,11 @@ def attend_by_einsum(query):
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), query)
 
 
+def compute_unused_scores(query):
+    attend_by_einsum(query)
+    return query
+
+
 def attend_in_blocks(query):
     return jax.checkpoint(jax.jit(attend_by_einsum))(query).sum()
 
@@ -710,6 +715,7 @@ def attend_with_bias(query):
         (jax.grad(attend_in_blocks), "test_attention.py:[0-9]"),
         (attend_with_bias, "Attention stores 17 GB .*: a bias added"),
         (attention, None),
+        (compute_unused_scores, None),
     ],
 )
 def test_scores_that_do_not_fit_are_told_before_compiling(attend, text):
