@@ -43,27 +43,29 @@ def port(source):
         return port_sources({"file": ("file", source)})["file"]
 
 
-def parses(source):
+def parse(source):
+    """Returns a file's tree; None if it is no Python."""
     try:
         with warnings.catch_warnings():
+            # An invalid escape sequence is a warning.
             warnings.simplefilter("ignore")
-            ast.parse(source)
+            return ast.parse(source)
     except SyntaxError:
-        return False
-    return True
+        return None
 
 
 def check(path):
     """Ports a file; returns whether it has changed."""
     source = read(path)
     ported = port(source)
-    if not parses(source):
+    tree = parse(source)
+    if tree is None:
         assert ported.code == source, path
         return False
     assert not ported.error, path
     imports = [
         node
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
     ]
     names = [
@@ -78,7 +80,7 @@ def check(path):
     uses_it = any(name.split(".")[0] == "tensorflow" for name in names)
     if not uses_it and "keras.distribution" not in source:
         assert ported.code == source, path
-    assert parses(ported.code), path
+    assert parse(ported.code) is not None, path
     assert port(ported.code).code == ported.code, path
     return ported.code != source
 
