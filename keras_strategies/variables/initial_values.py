@@ -26,6 +26,7 @@ from keras_strategies.cluster.exchange.same_variables import Note
 from keras_strategies.cluster.user_code import locate_frame
 from keras_strategies.passes.traces import is_tracing
 from keras_strategies.spmd.dispatch import dispatch
+from keras_strategies.spmd.host_arrays import copy_on_host
 from keras_strategies.spmd.mesh import ReplicaMesh, make_mesh
 
 # Up to this number of bytes, a value is sent in a message of the chief, which
@@ -72,7 +73,7 @@ def create(
         given = make_chief_initializer(given, mesh, noted)
     elif getattr(given, "is_fully_addressable", True) and not is_tracing():
         value = keras.ops.convert_to_tensor(given, dtype=kwargs.get("dtype"))
-        given = _place_here(value, mesh)
+        given = place(value, mesh.whole)
     return next_creator(**kwargs | {"initializer": given})
 
 
@@ -171,7 +172,7 @@ def name_initializer(initializer: Any) -> str:
     if not callable(initializer):
         value = np.asarray(initializer)
         digest = same_variables.compute_digest(value)[:16]
-        first = ", ".join(map(str, value.ravel()[:_MAX_SHOWN].tolist()))
+        first = ", ".join(map(str, value.flat[:_MAX_SHOWN].tolist()))
         return f"{value}" if not value.ndim else f"[{first}, ...] ({digest})"
     if not isinstance(initializer, keras.initializers.Initializer):
         return "a function"
@@ -192,12 +193,12 @@ def _is_constant(initializer: Any) -> bool:
     return type(initializer) in _CONSTANTS
 
 
-def _place_here(value: Array, mesh: ReplicaMesh) -> jax.Array:
-    """Puts a value, which must be equal in all processes, on all devices."""
-    # JAX's `device_put` would compare the values of the processes.
-    devices = mesh.whole.addressable_devices
-    return jax.make_array_from_single_device_arrays(
-        value.shape, mesh.whole, [jax.device_put(value, d) for d in devices]
+def place(value: Array, sharding: NamedSharding) -> jax.Array:
+    """Puts a value, which must be equal in all processes, on their devices."""
+    # JAX's `device_put` would compare the values on the devices, all at once.
+    full = np.asarray(value)
+    return jax.make_array_from_callback(
+        full.shape, sharding, lambda index: copy_on_host(full[index])
     )
 
 
@@ -221,7 +222,7 @@ class _FromChief:
         if _is_constant(self.initializer):
             # Equal in all processes, which compare the initializer's kind.
             value = self.initializer(shape, dtype=dtype, **kwargs)
-            return value if is_tracing() else _place_here(value, self.mesh)
+            return value if is_tracing() else place(value, self.mesh.whole)
         # Keras compiles the initializer of a large variable. All processes must
         # trace the same program, and no process should have to store the full
         # value. So the chief sends only the seed, if the initializer has one.
@@ -251,7 +252,7 @@ class _FromChief:
         same_variables.note(
             processes, dataclasses.replace(self.noted, initializer=drawn)
         )
-        return _place_here(value, self.mesh)
+        return place(value, self.mesh.whole)
 
     def _send(self, value: np.ndarray) -> jax.Array:
         """Sends the chief's value of a new variable to all processes."""
@@ -261,7 +262,7 @@ class _FromChief:
             return broadcast([value], self.mesh)[0]
         data = same_variables.share(processes, self.noted, value.tobytes())
         array = np.frombuffer(data, value.dtype).reshape(value.shape)
-        return _place_here(array, self.mesh)
+        return place(array, self.mesh.whole)
 
 
 def broadcast(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:

@@ -15,14 +15,20 @@ import keras
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 
+from keras_strategies._types import Array
 from keras_strategies.cluster.exchange import same_variables
 from keras_strategies.passes.specs import OverCores, Sharded, Spec
 from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import replicated_spec
 from keras_strategies.spmd.values import local_shards
-from keras_strategies.variables.initial_values import note_existing
+from keras_strategies.variables.initial_values import (
+    name_initializer,
+    note_existing,
+    place,
+)
 from keras_strategies.variables.layout_map import Axes, LayoutMap
 from keras_strategies.variables.partitioners import Dimension, Partitioner
 
@@ -333,6 +339,23 @@ class ShardedVariable(keras.Variable):
             return super().__array__(dtype)
         mesh: ReplicaMesh = getattr(self, _PLACEMENT).mesh
         return np.asarray(_gather(value, mesh), dtype)
+
+    def assign(self, value: Any) -> Array:
+        """Assigns a value. Collective if no process has all shards.
+
+        Of an array on the host, each device gets its shard only.
+        """
+        is_host = isinstance(value, np.ndarray) and value.shape == self.shape
+        if is_host and self._layout is not None and not in_stateless_scope():
+            mesh: ReplicaMesh = getattr(self, _PLACEMENT).mesh
+            full = value.astype(jax.numpy.dtype(self._dtype), copy=False)
+            if mesh.num_processes > 1:
+                note_existing(mesh, self, name_initializer(full))
+                same_variables.compare(mesh.processes)
+            # Frees the old shards before the new ones are stored.
+            self._value = None
+            value = place(full, self._layout)
+        return super().assign(value)
 
 
 def make_sharded(variable: keras.Variable) -> None:

@@ -16,6 +16,7 @@ from keras_strategies.testing import assert_replicated
 from keras_strategies.variables.model_variables import (
     all_variables,
 )
+from tests.support.peaks import measure_added
 from tests.support.plain_keras import dense
 
 _random = np.random.default_rng(0)
@@ -327,12 +328,29 @@ def refused():
         return value
 
     tell("captured", lambda: strategy.run(step))
+    tell("assigned", lambda: kernel.assign(np.full(kernel.shape, me)))
     _assert_same(model.get_weights(), before)
     total = strategy.reduce("mean", strategy.run(step, (array,)), axis=None)
     told["passed"] = float(total) - float(np.sum(before[0] ** 2))
     model.fit(X, Y, batch_size=8, verbose=0)
     assert_replicated(model)
     return told
+
+
+def assign(size):
+    """Megabytes that assigning an array adds for a while to a process's.
+
+    Args:
+      size: The rows and columns of the array.
+    """
+    with made(None).scope():
+        layer = keras.layers.Dense(size, use_bias=False)
+        layer.build((None, size))
+    drawn = np.random.default_rng(4).normal(size=(size, size))
+    drawn = drawn.astype("float32")
+    _, added = measure_added(lambda: layer.kernel.assign(drawn))
+    np.testing.assert_array_equal(np.asarray(layer.kernel), drawn)
+    return added
 
 
 def building(num_layers, width):

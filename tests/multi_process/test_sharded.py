@@ -97,6 +97,7 @@ def found(directory):
         "looped": (4,),
         "large": (64,),
         "refused": (),
+        "assign": (4096,),
         "find_collectives": (),
         "look_up": (1000, 16, 4),
         "recommend": ([2, 40, 90, 200, 600, 900, 1500, 5000], 16, 4),
@@ -124,6 +125,12 @@ def test_large_variables_are_equal_in_all_processes(found):
     # Keras compiles their initializers, in each process for itself.
     first, second = found["large"]
     assert first == second
+
+
+def test_a_process_stores_no_copy_of_an_array_that_is_assigned(found):
+    # JAX would compare the values of all processes, with five copies.
+    for added in found["assign"]:
+        assert added < 67 / 2
 
 
 @pytest.mark.slow

@@ -46,8 +46,8 @@ def test_the_chief_sends_values_that_may_differ(
 
     monkeypatch.setattr(initial_values.same_variables, "share", share)
     monkeypatch.setattr(initial_values.same_variables, "note", lambda *_: None)
-    monkeypatch.setattr(initial_values, "_place_here", lambda value, _: value)
-    mesh = types.SimpleNamespace(num_processes=2, processes=(0, 1))
+    monkeypatch.setattr(initial_values, "place", lambda value, _: value)
+    mesh = types.SimpleNamespace(num_processes=2, processes=(0, 1), whole=None)
     made = initial_values.make_chief_initializer(initializer, mesh, NOTED)
     assert made((3, 4), dtype="float32").shape == (3, 4)
     assert sent == [NOTED] * is_sent

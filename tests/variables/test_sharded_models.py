@@ -299,6 +299,26 @@ def test_a_plain_models_weights_in_a_divided_one(tmp_path):
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+@pytest.mark.parametrize("given", ["float64", "float32", "int64"])
+def test_arrays_of_the_host_are_assigned_as_plain_keras_does(dtype, given):
+    value = np.random.default_rng(5).normal(size=(8, 6), scale=9).astype(given)
+    plain = keras.Variable(np.zeros((8, 6)), dtype=dtype)
+    plain.assign(value)
+    for count in (2, 3):
+        with dividing(count).scope():
+            variable = keras.Variable(np.zeros((8, 6)), dtype=dtype)
+        changed = value.copy()
+        variable.assign(changed)
+        changed[:] = 0
+        assert variable.value.dtype == plain.value.dtype
+        assert not variable.value.sharding.is_fully_replicated
+        np.testing.assert_array_equal(np.asarray(variable), plain.numpy())
+        with pytest.raises(ValueError, match="must match"):
+            variable.assign(value[:4])
+        np.testing.assert_array_equal(np.asarray(variable), plain.numpy())
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -196,8 +196,9 @@ def _describe_constant(value: Array) -> str:
 
 def compute_digest(content: str | np.ndarray) -> str:
     """Returns the SHA-256 digest of a text or an array."""
-    data = content.encode() if isinstance(content, str) else content.tobytes()
-    return hashlib.sha256(data).hexdigest()
+    if isinstance(content, str):
+        content = np.frombuffer(content.encode(), np.uint8)
+    return hashlib.sha256(content.ravel().view(np.uint8).data).hexdigest()
 
 
 def find_first_difference(agreement: Agreement, lines: list[str]) -> int:

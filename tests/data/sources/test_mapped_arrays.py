@@ -1,7 +1,6 @@
 """Arrays that are larger than memory: what is read of them is let go of."""
 
 import os
-import pathlib
 
 import keras
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.data.sources import files
 from tests.support.jobs import values_of_each
+from tests.support.peaks import forget_peak, resident_mb
 
 MB = 2**20
 BATCH_SIZE = 256
@@ -30,17 +30,6 @@ def write(path, num_bytes, dtype="float32"):
     shape = (rows, COLUMNS)
     np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
     return str(path)
-
-
-def resident_mb():
-    """This process's memory now, and the most since `forget_peak`."""
-    status = pathlib.Path("/proc/self/status").read_text("utf-8").splitlines()
-    values = dict(line.split(":", 1) for line in status)
-    return [int(values[k].split()[0]) / 1024 for k in ("VmRSS", "VmHWM")]
-
-
-def forget_peak():
-    pathlib.Path("/proc/self/clear_refs").write_text("5", "ascii")
 
 
 def reader(strategy, model, kind, path):
