@@ -75,21 +75,57 @@ def blocked_head(
       ```
 
     """
-    outputs = getattr(get_graph(model), "outputs", None) or [None]
-    history = getattr(outputs[0], "_keras_history", None)
-    layer = None if history is None else history.operation
-    is_head = len(outputs) == 1 and isinstance(layer, keras.Layer)
-    if layer is None or not is_head or not _has_plain_logits(layer):
+    layer, last = _find_head(model)
+    if layer is None:
         raise ValueError(
             "The model must be functional or sequential, and end in a `Dense` "
             "layer without an activation or a `ReversibleEmbedding`, that is "
             f"not quantized. Received: {type(model).__name__} {model.name!r}, "
-            f"which ends in {type(layer).__name__}. Use "
+            f"which ends in {type(last).__name__}. Use "
             "`ks.experimental.linear_cross_entropy` in its `compute_loss`."
         )
     check_positive("block_size", block_size)
     _block_sizes[layer] = block_size
     return layer
+
+
+def copy_head(layer: keras.layers.Layer, clone: keras.layers.Layer) -> None:
+    """Marks a copy of a layer if `blocked_head` has marked the layer."""
+    if layer in _block_sizes:
+        _block_sizes[clone] = _block_sizes[layer]
+
+
+def count_logit_bytes(model: keras.Model, labels: Tree) -> int:
+    """Returns the bytes of logits that `blocked_head` would not store.
+
+    These are the logits and their gradient. 0 if it cannot be used.
+
+    Args:
+      model: A compiled model.
+      labels: The labels of a step, or their shape.
+    """
+    layer, _ = _find_head(model)
+    is_whole = layer is not None and layer not in _block_sizes
+    if not is_whole or not _takes_logits(getattr(model, "loss", None)):
+        return 0
+    (logits,) = get_graph(model).outputs
+    item = jnp.dtype(layer.compute_dtype).itemsize
+    return 2 * labels.size * logits.shape[-1] * item
+
+
+def _find_head(model: keras.Model) -> tuple[Any, Any]:
+    """Returns the layer that computes logits, or None, and the last layer."""
+    outputs = getattr(get_graph(model), "outputs", None) or [None]
+    history = getattr(outputs[0], "_keras_history", None)
+    layer = None if history is None else history.operation
+    is_head = len(outputs) == 1 and isinstance(layer, keras.layers.Layer)
+    is_head = is_head and _has_plain_logits(layer)
+    return layer if is_head else None, layer
+
+
+def _takes_logits(loss: object) -> bool:
+    is_usual = type(loss) is keras.losses.SparseCategoricalCrossentropy
+    return is_usual and loss.from_logits
 
 
 def _has_plain_logits(layer: Any) -> bool:
@@ -173,8 +209,7 @@ def _wrap_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         head = get_tensor_attr(y_pred, _HEAD)
         if head is None or current_trace() is None:
             return original(loss, y_true, y_pred, sample_weight)
-        is_usual = type(loss) is keras.losses.SparseCategoricalCrossentropy
-        if not is_usual or not loss.from_logits:
+        if not _takes_logits(loss):
             _warn(f"The loss {type(loss).__name__!r} reads")
             return original(loss, y_true, y_pred, sample_weight)
         labels = jnp.asarray(y_true).astype(int).reshape(y_pred.shape[:-1])

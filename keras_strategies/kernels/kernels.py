@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 
 from keras_strategies._types import Array
 from keras_strategies.gpu.topology_devices import CUDNN, has_gpus, is_absent_gpu
@@ -278,6 +279,33 @@ def _wrap_seeds(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return draw_seed
 
 
+def _wrap_remat(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the function by which Keras rematerializes layers.
+
+    Keras 3.15 makes arrays of all arguments, such as `training`, which layers
+    (those of keras-hub with dropout) then cannot use as conditions.
+    """
+
+    @functools.wraps(original)
+    def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            leaves, structure = jax.tree.flatten((args, kwargs))
+            places = [k for k, x in enumerate(leaves) if hasattr(x, "dtype")]
+
+            def compute(*arrays: Any) -> Any:
+                given = dict(enumerate(leaves))
+                given |= zip(places, arrays, strict=True)
+                args, kwargs = jax.tree.unflatten(structure, given.values())
+                return fn(*args, **kwargs)
+
+            return original(compute)(*(leaves[k] for k in places))
+
+        return call
+
+    return remat
+
+
 def _find_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
     from jax.experimental import rnn
@@ -295,6 +323,7 @@ def _find_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield rnn, "lstm", _wrap_lstm
     keras_random = importlib.import_module("keras.src.backend.jax.random")
     yield keras_random, "jax_draw_seed", _wrap_seeds
+    yield keras.src.backend.core, "remat", _wrap_remat
     sizes = "compute_rnn_workspace_reserve_space_sizes"
     yield gpu_rnn, sizes, _wrap_sizes
     yield from find_layer_patches()
@@ -313,3 +342,5 @@ def _find_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
 
 _patches = Patches(_find_patches)
+patched = _patches.hold
+"""Installs the patches; outside of traces, only `_wrap_remat` acts."""

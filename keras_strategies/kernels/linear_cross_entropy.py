@@ -1,6 +1,7 @@
 """The cross-entropy over many words, whose logits are never stored whole."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from keras_strategies._types import Array
+from keras_strategies.passes.specs import join_blocks, split_blocks
 
 BLOCK_SIZE = 8_192
 _LANES = 128
@@ -127,14 +129,15 @@ def compute_losses(
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the loss of each label, and the word with the largest logit."""
-    size = -(-options.block_size // _LANES) * _LANES
-    size = min(size, kernel.shape[options.words_axis])
+    words = kernel.shape[options.words_axis]
     if bias is None:
-        bias = jnp.zeros(kernel.shape[options.words_axis])
+        bias = jnp.zeros(words)
+    size = -(-words // -(-words // options.block_size))
+    size = min(-(-size // _LANES) * _LANES, words)
     results: Any = _compute(
         options._replace(block_size=size),
         hidden.reshape(-1, hidden.shape[-1]),
-        kernel.astype(hidden.dtype),
+        kernel,
         jnp.asarray(bias),
         labels.reshape(-1),
     )
@@ -146,53 +149,59 @@ class _Block(NamedTuple):
     """The logits of a block of words.
 
     Attributes:
-      start: The first word.
+      words: The words; those of the last block may not exist.
       kernel: The words' part of the kernel.
       logits: An array of shape (rows, words).
       slope: The derivative of the cap.
-      is_new: Whether no earlier block has a word; the last one may overlap.
+      is_word: Whether each word exists.
       is_label: Whether a word is the row's label.
     """
 
-    start: jax.Array
+    words: jax.Array
     kernel: jax.Array
     logits: jax.Array
     slope: jax.Array | float
-    is_new: jax.Array
+    is_word: jax.Array
     is_label: jax.Array
 
 
-def _compute_block(
+def _scan_blocks(
     options: Options,
-    k: jax.Array,
-    hidden: Any,
-    kernel: Any,
-    bias: Any,
-    labels: Any,
-) -> _Block:
+    add_block: Callable[[Any, _Block], Any],
+    start: Any,
+    arrays: tuple[Any, Any, Any, Any],
+) -> Any:
+    """Calls `add_block` for each block, as the body of a loop.
+
+    A kernel that is sharded is gathered a block at a time, see
+    `passes/sharded_calls.py`.
+    """
+    hidden, kernel, bias, labels = arrays
     axis, size = options.words_axis, options.block_size
-    start = jnp.minimum(k * size, kernel.shape[axis] - size)
-    part = lax.dynamic_slice_in_dim(kernel, start, size, axis)
-    logits = _multiply(hidden, part, 1 - axis)
-    logits += lax.dynamic_slice_in_dim(bias, start, size).astype(jnp.float32)
-    slope: jax.Array | float = 1.0
-    if options.soft_cap is not None:
-        ratio = jnp.tanh(logits / options.soft_cap)
-        logits, slope = options.soft_cap * ratio, 1.0 - ratio * ratio
-    word = start + jnp.arange(size)
-    is_new = word >= k * size
-    is_label = (labels[:, None] == word) & is_new
-    return _Block(start, part, logits, slope, is_new, is_label)
+    count = kernel.shape[axis]
+
+    def iterate(carry: Any, parts: Any) -> Any:
+        k, part, bias = parts
+        part = part.astype(hidden.dtype)
+        logits = _multiply(hidden, part, 1 - axis) + bias.astype(jnp.float32)
+        slope: jax.Array | float = 1.0
+        if options.soft_cap is not None:
+            ratio = jnp.tanh(logits / options.soft_cap)
+            logits, slope = options.soft_cap * ratio, 1.0 - ratio * ratio
+        words = k * size + jnp.arange(size)
+        is_word = words < count
+        is_label = labels[:, None] == words
+        block = _Block(words, part, logits, slope, is_word, is_label)
+        return add_block(carry, block)
+
+    blocks = split_blocks(kernel, axis, size), split_blocks(bias, 0, size)
+    return lax.scan(iterate, start, (jnp.arange(len(blocks[1])), *blocks))
 
 
 def _multiply(one: Any, two: Any, axis: int, own: int = 1) -> jax.Array:
     """Returns a product over dimensions `own` and `axis`, summed in float32."""
     dims = (((own,), (axis,)), ((), ()))
     return lax.dot_general(one, two, dims, preferred_element_type=jnp.float32)
-
-
-def _count_blocks(options: Options, kernel: Any) -> int:
-    return -(-kernel.shape[options.words_axis] // options.block_size)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -207,25 +216,24 @@ def _forward(
 ) -> Any:
     words = kernel.shape[options.words_axis]
 
-    def add_block(carry: Any, k: jax.Array) -> Any:
+    def add_block(carry: Any, block: _Block) -> Any:
         largest, best, total, of_label, of_all = carry
-        block = _compute_block(options, k, hidden, kernel, bias, labels)
-        logits = jnp.where(block.is_new, block.logits, _LOWEST)
+        logits = jnp.where(block.is_word, block.logits, _LOWEST)
         here = logits.max(axis=1)
-        word = block.start + jnp.argmax(logits, axis=1)
+        word = block.words[0] + jnp.argmax(logits, axis=1)
         best = jnp.where(here > largest, word, best)
         new = jnp.maximum(largest, here)
         added = jnp.exp(logits - new[:, None]).sum(axis=1)
         total = total * jnp.exp(largest - new) + added
         of_label += jnp.where(block.is_label, block.logits, 0.0).sum(axis=1)
-        of_all += jnp.where(block.is_new, block.logits, 0.0).sum(axis=1)
+        of_all += jnp.where(block.is_word, block.logits, 0.0).sum(axis=1)
         return (new, best, total, of_label, of_all), None
 
     zeros = jnp.zeros(labels.shape, jnp.float32)
     start = (zeros + _LOWEST, jnp.zeros(labels.shape, int), zeros, zeros, zeros)
-    blocks = jnp.arange(_count_blocks(options, kernel))
-    (largest, best, total, of_label, of_all), _ = lax.scan(
-        add_block, start, blocks
+    arrays = hidden, kernel, bias, labels
+    (largest, best, total, of_label, of_all), _ = _scan_blocks(
+        options, add_block, start, arrays
     )
     normalizer = largest + jnp.log(total)
     smoothing = options.smoothing
@@ -242,39 +250,27 @@ def _backward(options: Options, residuals: Any, gradients: Any) -> Any:
     is_word = (labels >= 0) & (labels < words)
     factor = jnp.where(is_word, gradients[0], 0.0)[:, None]
 
-    def add_block(carry: Any, k: jax.Array) -> Any:
-        of_hidden, of_kernel, of_bias = carry
-        block = _compute_block(options, k, hidden, kernel, bias, labels)
+    def add_block(of_hidden: Any, block: _Block) -> Any:
         wanted = (1.0 - smoothing) * block.is_label + smoothing / words
         error = jnp.exp(block.logits - normalizer[:, None]) - wanted
-        error = jnp.where(block.is_new, factor * error * block.slope, 0.0)
+        error = jnp.where(block.is_word, factor * error * block.slope, 0.0)
         cast = error.astype(hidden.dtype)
         of_hidden += _multiply(cast, block.kernel, axis)
         pair = (cast, hidden) if axis == 0 else (hidden, cast)
-        new = _multiply(*pair, 0, own=0).astype(kernel.dtype)
-        of_kernel = _add_at(of_kernel, new, block.start, axis)
-        of_bias = _add_at(of_bias, error.sum(axis=0), block.start, 0)
-        return (of_hidden, of_kernel, of_bias), None
+        of_kernel = _multiply(*pair, 0, own=0).astype(kernel.dtype)
+        return of_hidden, (of_kernel, error.sum(axis=0))
 
-    start = (
-        jnp.zeros(hidden.shape, jnp.float32),
-        jnp.zeros_like(kernel),
-        jnp.zeros(bias.shape, jnp.float32),
+    start = jnp.zeros(hidden.shape, jnp.float32)
+    arrays = hidden, kernel, bias, labels
+    of_hidden, (of_kernel, of_bias) = _scan_blocks(
+        options, add_block, start, arrays
     )
-    blocks = jnp.arange(_count_blocks(options, kernel))
-    (of_hidden, of_kernel, of_bias), _ = lax.scan(add_block, start, blocks)
     return (
         of_hidden.astype(hidden.dtype),
-        of_kernel,
-        of_bias.astype(bias.dtype),
+        join_blocks(of_kernel, axis, words),
+        join_blocks(of_bias, 0, words).astype(bias.dtype),
         np.zeros(labels.shape, jax.dtypes.float0),
     )
-
-
-def _add_at(array: Any, new: Any, start: jax.Array, axis: int) -> jax.Array:
-    size = new.shape[axis]
-    old = lax.dynamic_slice_in_dim(array, start, size, axis)
-    return lax.dynamic_update_slice_in_dim(array, old + new, start, axis)
 
 
 _compute.defvjp(_forward, _backward)

@@ -42,7 +42,7 @@ from keras_strategies.kernels.equal_blocks import (
     iter_functional_parts,
 )
 from keras_strategies.passes.replay import separate_trace
-from keras_strategies.passes.sharded_calls import stack_values
+from keras_strategies.passes.specs import stack_values
 from keras_strategies.passes.traces import is_tracing
 from keras_strategies.passes.value_numbers import compute_same
 from keras_strategies.spmd.identity import temporary_attribute

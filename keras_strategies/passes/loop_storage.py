@@ -1,14 +1,12 @@
 """Changes what loops compute and store, such as those of recurrent layers.
 
 - A product of a slice and a weight that needs no earlier iteration is computed
-  for all iterations before the loop: an iteration reads its result instead of
-  the weight, if it is smaller. Results that are products of values and a weight
-  are computed after the loop.
+  for all iterations before the loop, if the results are smaller than the
+  weight. Results that are such products are computed after the loop.
 - In the backward pass of a loop, JAX adds each iteration's gradient of a weight
-  to a carry. So each iteration reads and writes an array of the weight's size,
-  for a product of few rows. The sum of the iterations' products is one product
-  of their operands, stacked: an iteration writes these instead, if they are
-  smaller.
+  to a carry, which it reads and writes for a product of few rows. The sum of
+  these products is one product of their operands, stacked: an iteration writes
+  these instead, if they are smaller.
 - The forward loop stores values that follow from others that it stores, such as
   the derivative of a sigmoid. The backward loop computes these again.
 
@@ -28,6 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from keras_strategies._types import Array
 from keras_strategies.passes.collective_cut import inline_program
 from keras_strategies.passes.sharded_calls import scan_as
+from keras_strategies.passes.specs import splits
 from keras_strategies.passes.stages import (
     compute_equations,
     equations_in,
@@ -111,9 +110,8 @@ class _Loop:
       before: The products that are computed before it.
       after: The equations of results that are computed after it, by position.
       sums: The carries that are summed after it.
-      again: For each slice that it computes from others instead of reading it,
-        its variable in the other loop, the equations there, and the slices that
-        they read, by their variables there.
+      again: For each slice that it computes instead of reading it, its variable
+        and equations in the other loop, and the slices that these read.
       dropped: The positions of results that are not stacked.
     """
 
@@ -283,10 +281,13 @@ def rewrite_loops(traced: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _rewrite_program(program: Jaxpr) -> list[Any]:
+    # Loops over blocks use up what they compute, or scatter it.
+    blocks = {v for e in program.eqns if splits(e) for v in e.outvars}
     loops = {
         id(e): _Loop(e)
         for e in program.eqns
         if e.primitive.name == "scan" and _is_simple(e)
+        if blocks.isdisjoint(variables(e.invars))
     }
     uses = count_uses(program.eqns, variables(program.outvars))
     makers = {v: e for e in program.eqns if id(e) in loops for v in e.outvars}

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
-from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_strategies._types import Array
 from keras_strategies.passes.lookups import (
@@ -20,7 +19,15 @@ from keras_strategies.passes.lookups import (
     find_row_sum,
     is_float,
 )
-from keras_strategies.passes.specs import Sharded
+from keras_strategies.passes.specs import (
+    Sharded,
+    find_split,
+    joins,
+    splits,
+    stacked_spec,
+    stacks,
+    unstacks,
+)
 from keras_strategies.passes.stages import (
     is_reference,
     references,
@@ -69,13 +76,6 @@ def returns_slices(equation: JaxprEqn, position: int, spec: Sharded) -> bool:
     """
     _, carry, _ = scan_operands(equation, equation.invars)
     return spec.dim > 0 and position >= len(carry)
-
-
-def slice_spec(spec: Sharded) -> Sharded:
-    """Returns the spec of a sharded value's slices along dimension 0."""
-    sharding = spec.sharding
-    sliced = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    return Sharded(sliced, spec.dim - 1, spec.sum_dtype)
 
 
 def compute_call(
@@ -141,61 +141,6 @@ def scan_as(
     return jax.lax.scan(body, carry, slices, **options)
 
 
-def _stack(*values: Array) -> Array:
-    return jnp.stack(values)
-
-
-def _unstack(stacked: Array) -> list[Array]:
-    return list(stacked)
-
-
-# The interpreter recognizes calls by this name. No function of a user has it.
-_stack.__name__ = _unstack.__name__ = "ks.stack_values"
-_stack_jitted, _unstack_jitted = jax.jit(_stack), jax.jit(_unstack)
-
-
-def stack_values(values: Sequence[Array]) -> Array:
-    """Stacks values of the same shape along a new first dimension.
-
-    If the values are sharded, only the shards are stacked (see
-    `ShardedInterpreter`).
-
-    Returns:
-      An array of shape (the number of values, *shape).
-    """
-    return _stack_jitted(*values)
-
-
-def unstack_values(stacked: Array) -> list[Array]:
-    """Returns the slices of an array along its first dimension.
-
-    This is the transpose of `stack_values`.
-    """
-    return _unstack_jitted(stacked)
-
-
-def stacks(equation: JaxprEqn) -> bool:
-    """Returns whether an equation is a call of `stack_values`."""
-    is_one = len(equation.outvars) == 1 and len(equation.invars) > 1
-    return _is_stacking(equation) and is_one
-
-
-def unstacks(equation: JaxprEqn) -> bool:
-    """Returns whether an equation is the transpose of `stack_values`."""
-    return _is_stacking(equation) and not stacks(equation)
-
-
-def stacked_spec(spec: Sharded) -> Sharded:
-    """Returns the spec of values of a spec that are stacked."""
-    sharding = spec.sharding
-    stacked = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
-    return Sharded(stacked, spec.dim + 1, spec.sum_dtype)
-
-
-def _is_stacking(equation: JaxprEqn) -> bool:
-    return equation.params.get("name") == _stack.__name__
-
-
 def is_rematerialized(equation: JaxprEqn) -> bool:
     """Returns whether an equation is computed again for gradients."""
     return equation.primitive.name in _REMATERIALIZED
@@ -235,13 +180,14 @@ def adds(equation: JaxprEqn) -> bool:
 
 def keeps_shards(equation: JaxprEqn) -> bool:
     """Returns whether an equation's result can be computed from shards."""
-    return casts(equation) or names(equation) or stacks(equation)
+    is_same = casts(equation) or names(equation)
+    return is_same or stacks(equation) or splits(equation)
 
 
 def sums_shards(equation: JaxprEqn) -> bool:
     """Returns whether a result's sum can be computed from operands' sums."""
-    is_plain = adds(equation) or names(equation) or unstacks(equation)
-    return is_plain or adds_rows(equation)
+    is_plain = adds(equation) or names(equation) or adds_rows(equation)
+    return is_plain or unstacks(equation) or joins(equation)
 
 
 def find_lookups(
@@ -366,6 +312,10 @@ def find_scattered(
             is_inner = find_row_sum(maker, makers, spec) is not None
         if unstacks(maker):
             is_inner = _sinks_all(maker, read, uses) and sink(
+                maker.invars[0], stacked_spec(spec)
+            )
+        if joins(maker):
+            is_inner = find_split(maker, spec) is not None and sink(
                 maker.invars[0], stacked_spec(spec)
             )
         if adds(maker) or names(maker):

@@ -38,15 +38,23 @@ from keras_strategies.passes.sharded_calls import (
     keeps_shards,
     names,
     reads_slices,
+    sums_shards,
+)
+from keras_strategies.passes.specs import (
+    Exchange,
+    Sharded,
+    find_split,
+    join_blocks,
+    joins,
     slice_spec,
+    split_blocks,
+    splits,
     stack_values,
     stacked_spec,
     stacks,
-    sums_shards,
     unstack_values,
     unstacks,
 )
-from keras_strategies.passes.specs import Exchange, Sharded
 from keras_strategies.passes.stages import (
     compute_equations,
     variables,
@@ -242,7 +250,7 @@ class ShardedInterpreter:
         return True
 
     def _pass_on(self, equation: Equation) -> bool:
-        """Computes a cast, name or stack of shards; returns whether it did."""
+        """Computes a cast, name, stack or split of shards, if it can."""
         if self._lookups.cast(equation):
             return True
         if not keeps_shards(equation):
@@ -257,6 +265,11 @@ class ShardedInterpreter:
         (result,) = equation.outvars
         if stacks(equation):
             self.set_shard(result, stack_values(shards), stacked_spec(specs[0]))
+        elif splits(equation):
+            if (found := find_split(equation, specs[0])) is None:
+                return False
+            blocks = split_blocks(shards[0], *found)
+            self.set_shard(result, blocks, stacked_spec(specs[0]))
         elif names(equation):
             named = checkpoint_name(shards[0], equation.params["name"])
             self.set_shard(result, named, specs[0])
@@ -273,6 +286,11 @@ class ShardedInterpreter:
             (stacked,) = equation.invars
             parts = unstack_values(self.sum(stacked, stacked_spec(spec)))
             self._sums.update(zip(equation.outvars, parts, strict=True))
+            return
+        if joins(equation):
+            blocks = self.sum(equation.invars[0], stacked_spec(spec))
+            found: Any = find_split(equation, spec)
+            self._sums[equation.outvars[0]] = join_blocks(blocks, *found)
             return
         if adds_rows(equation):
             self._sums[equation.outvars[0]] = self._lookups.sum(equation, spec)

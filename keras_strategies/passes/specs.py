@@ -1,8 +1,12 @@
-"""Names of the replicas' axes, and specs and collectives of sharded values."""
+"""Specs and collectives of sharded values, and calls that stack values."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_strategies._types import Array
@@ -115,3 +119,123 @@ class Exchange(Protocol):
     def sum_shards(self, shard: Array, spec: Sharded) -> Array:
         """Returns the sum of a shard over the groups of replicas."""
         ...
+
+
+def slice_spec(spec: Sharded) -> Sharded:
+    """Returns the spec of a sharded value's slices along dimension 0."""
+    sharding = spec.sharding
+    sliced = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    return Sharded(sliced, spec.dim - 1, spec.sum_dtype)
+
+
+def stacked_spec(spec: Sharded) -> Sharded:
+    """Returns the spec of values of a spec that are stacked."""
+    sharding = spec.sharding
+    stacked = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    return Sharded(stacked, spec.dim + 1, spec.sum_dtype)
+
+
+def _stack(*values: Array) -> Array:
+    return jnp.stack(values)
+
+
+def _unstack(stacked: Array) -> list[Array]:
+    return list(stacked)
+
+
+def _split(array: Array, axis: int, size: int) -> Array:
+    count, shape = -(-array.shape[axis] // size), list(array.shape)
+    pad = [
+        (0, count * size - shape[axis] if d == axis else 0)
+        for d in range(array.ndim)
+    ]
+    shape[axis : axis + 1] = count, size
+    return jnp.moveaxis(jnp.pad(array, pad).reshape(shape), axis, 0)
+
+
+def _join(blocks: Array, axis: int, size: int) -> Array:
+    shape = list(blocks.shape[1:])
+    shape[axis] = -1
+    array = jnp.moveaxis(blocks, 0, axis).reshape(shape)
+    return jax.lax.slice_in_dim(array, 0, size, axis=axis)
+
+
+# The interpreter recognizes calls by these names. No function of a user has
+# them.
+_stack.__name__ = _unstack.__name__ = "ks.stack_values"
+_split.__name__, _join.__name__ = "ks.split_blocks", "ks.join_blocks"
+_stack_jitted, _unstack_jitted = jax.jit(_stack), jax.jit(_unstack)
+split_blocks = jax.jit(_split, static_argnums=(1, 2))
+"""Splits dimension `axis` of an array into blocks of `size`, for a loop.
+
+The result has a new first dimension, that of the blocks. The last one is padded
+with zeros. If another dimension is sharded, only the shards are split.
+"""
+join_blocks = jax.jit(_join, static_argnums=(1, 2))
+"""Returns the array of `size` entries along `axis` that has these blocks."""
+
+
+def stack_values(values: Sequence[Array]) -> Array:
+    """Stacks values of the same shape along a new first dimension.
+
+    If the values are sharded, only the shards are stacked (see
+    `ShardedInterpreter`).
+
+    Returns:
+      An array of shape (the number of values, *shape).
+    """
+    return _stack_jitted(*values)
+
+
+def unstack_values(stacked: Array) -> list[Array]:
+    """Returns the slices of an array along its first dimension.
+
+    This is the transpose of `stack_values`.
+    """
+    return _unstack_jitted(stacked)
+
+
+def stacks(equation: JaxprEqn) -> bool:
+    """Returns whether an equation is a call of `stack_values`."""
+    is_one = len(equation.outvars) == 1 and len(equation.invars) > 1
+    return _is_stacking(equation) and is_one
+
+
+def unstacks(equation: JaxprEqn) -> bool:
+    """Returns whether an equation is the transpose of `stack_values`."""
+    return _is_stacking(equation) and not stacks(equation)
+
+
+def find_split(equation: JaxprEqn, spec: Sharded) -> tuple[int, int] | None:
+    """Returns the axis and the size with which shards are split or joined.
+
+    Args:
+      equation: A call of `split_blocks` or `join_blocks`.
+      spec: The spec of the array that is split, or of the joined one.
+
+    Returns:
+      None if the dimension is sharded.
+    """
+    blocks, array = *equation.outvars, *equation.invars
+    if joins(equation):
+        blocks, array = array, blocks
+    (_, *shape), whole = blocks.aval.shape, array.aval.shape
+    others = [d for d in range(len(shape)) if d != spec.dim]
+    axes = [d for d in others if shape[d] != whole[d]] or others
+    if not axes or shape[spec.dim] != whole[spec.dim]:
+        return None
+    return axes[0], (whole if joins(equation) else shape)[axes[0]]
+
+
+def splits(equation: JaxprEqn) -> bool:
+    """Returns whether an equation is a call of `split_blocks`."""
+    return equation.params.get("name") == _split.__name__
+
+
+def joins(equation: JaxprEqn) -> bool:
+    """Returns whether an equation is a call of `join_blocks`."""
+    return equation.params.get("name") == _join.__name__
+
+
+def _is_stacking(equation: JaxprEqn) -> bool:
+    return equation.params.get("name") == _stack.__name__

@@ -38,6 +38,7 @@ from keras_strategies.keras_bridge.keras_names import (
 from keras_strategies.keras_bridge.patches import (
     skip_weights as skip_weights,
 )
+from keras_strategies.kernels import blocked_head as blocked_head
 from keras_strategies.kernels.attention import (
     collect_reasons as collect_reasons,
 )
@@ -80,6 +81,7 @@ from keras_strategies.tpu import chips as chips
 from keras_strategies.tpu import replica_meshes as replica_meshes
 from keras_strategies.tpu.device_groups import group_devices as group_devices
 from keras_strategies.tpu.topology import Topology as Topology
+from keras_strategies.variables import partitioners as partitioners
 from keras_strategies.variables import shardings as shardings
 from keras_strategies.variables.abstract_models import abstract as abstract
 from keras_strategies.variables.abstract_variables import (
@@ -92,9 +94,6 @@ from keras_strategies.variables.abstract_variables import (
 from keras_strategies.variables.model_variables import (
     all_variables as all_variables,
 )
-from keras_strategies.variables.partitioners import FullySharded as FullySharded
-from keras_strategies.variables.partitioners import Replicated as Replicated
-from keras_strategies.variables.partitioners import SlotsOnly as SlotsOnly
 from keras_strategies.variables.transformer_layout import (
     transformer_layout as transformer_layout,
 )

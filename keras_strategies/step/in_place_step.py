@@ -23,6 +23,7 @@ from keras_strategies.hooks.variables_used import (
 )
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.keras_bridge.step_context import current_step
+from keras_strategies.kernels.kernels import patched
 from keras_strategies.spmd.identity import IdentitySet
 from keras_strategies.step.state.layout import OPTIMIZER
 from keras_strategies.variables.model_variables import (
@@ -148,7 +149,8 @@ def build_model(
         is_list = isinstance(batches, list | tuple)
         data_batch = batches[0] if is_list else next(batches)
     if type(model).call is not keras.Model.call or not is_in_place(model, kind):
-        type(model)._symbolic_build(model, iterator, data_batch)
+        with patched():
+            type(model)._symbolic_build(model, iterator, data_batch)
     if is_by_step and not _is_built(model):
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(

@@ -1,6 +1,7 @@
 """Losses over blocks of words: numbers, programs, and what reads all logits."""
 
 import contextlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,9 @@ import pytest
 from keras import layers, losses, metrics
 
 import keras_strategies as ks
+from keras_strategies.kernels.blocked_head import count_logit_bytes
+from keras_strategies.passes.loop_storage import rewrite_loops
+from keras_strategies.planning.compile.fit_step import clone_from_config
 from keras_strategies.testing import assert_replicated
 from tests.support.strategies import make_strategy
 
@@ -176,6 +180,48 @@ def test_logits_are_not_stored(is_blocked):
     text = strategy.compile_step(model, (X[:8], Y[:8])).as_text()
     shapes = (f"[4,{LENGTH},{WORDS}]", f"[{4 * LENGTH},{WORDS}]")
     assert any(shape in text for shape in shapes) != is_blocked
+
+
+def test_a_sharded_kernel_is_gathered_by_blocks():
+    strategy = make_strategy("sharded2")
+    with strategy.scope():
+        model = make_model("untied")
+    text = strategy.compile_step(model, (X[:8], Y[:8])).as_text()
+    gathered = re.findall(r"= f32(\S+)\{.*\} all-gather\(", text)
+    assert f"[{WIDTH},128]" in gathered
+    assert f"[{WIDTH},{WORDS}]" not in gathered
+    scattered = re.findall(r"= f32(\S+)\{.*\} reduce-scatter\(", text)
+    assert f"[{WIDTH // 2},128]" in scattered
+    assert f"[{WIDTH // 2},{WORDS}]" not in scattered
+
+
+def test_what_blocks_compute_is_not_kept():
+    def loss(kernel):
+        labels = jnp.arange(2)
+        given = jnp.ones((2, 64)), kernel, labels
+        return cross_entropy(*given, block_size=128).sum()
+
+    traced = jax.make_jaxpr(jax.grad(loss))(jnp.ones((64, 512)))
+    assert str(rewrite_loops(traced)) == str(traced)
+
+
+def test_plans_advise_it():
+    strategy = make_strategy("mirrored2")
+    with strategy.scope():
+        model = make_model("tied", is_blocked=False)
+    batch = jax.ShapeDtypeStruct((1024, LENGTH), "int32")
+    options = {"strategies": "replicated", "cache": False}
+    (step,) = strategy.plan(model, (batch, batch), **options).steps
+    advice = "`ks.experimental.blocked_head(model)` computes the loss without"
+    assert advice in step.advice
+
+
+def test_planned_copies_of_models_keep_it():
+    models = [make_model("tied", is_blocked=b) for b in (False, True)]
+    copies = map(clone_from_config, models)
+    shape = jax.ShapeDtypeStruct((8, LENGTH), "int32")
+    found = [count_logit_bytes(model, shape) for model in copies]
+    assert found == [2 * 8 * LENGTH * WORDS * 4, 0]
 
 
 @pytest.mark.parametrize(

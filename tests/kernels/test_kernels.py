@@ -183,6 +183,41 @@ def test_dropout_by_another_generator_of_jax(replicas):
     np.testing.assert_allclose(losses, 1, atol=0.05)
 
 
+@keras.saving.register_keras_serializable()
+class Noisy(keras.layers.Layer):
+    """A layer that passes `training` on, as decoders of keras-hub do."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.dense = keras.layers.Dense(4)
+        self.dropout = keras.layers.Dropout(0.0)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x, scale=1.0, training=None):
+        x = keras.ops.tanh(self.dense(x)) * scale
+        return self.dropout(x, training=training) if training else x
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_rematerialized_layers_may_depend_on_training(replicas):
+    def train(strategy, mode):
+        keras.utils.set_random_seed(0)
+        with strategy.scope(), keras.RematScope(mode=mode):
+            model = keras.Sequential([Noisy(name="a"), Noisy(name="b")])
+            model.compile("sgd", "mse")
+        x = np.random.default_rng(0).normal(size=(7, 4)).astype("float32")
+        model.fit(x, x, batch_size=4, verbose=0, shuffle=False)
+        text = strategy.compile_step(model, (x, x)).as_text()
+        assert ("checkpoint" in text) == (mode == "full")
+        return [*model.get_weights(), model.predict(x, verbose=0)]
+
+    found = train(mirrored(replicas), "full")
+    for a, b in zip(found, train(mirrored(1), None), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_lstm_of_other_dtypes_is_a_loop(dtype):
     from jax.experimental import rnn

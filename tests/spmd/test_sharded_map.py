@@ -17,8 +17,7 @@ from keras_strategies.passes.marked_updates import (
     is_collecting,
     mark_update,
 )
-from keras_strategies.passes.sharded_calls import stack_values
-from keras_strategies.passes.specs import Sharded
+from keras_strategies.passes.specs import Sharded, stack_values
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import (
     all_max,

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
 from keras_strategies._types import Array
-from keras_strategies.passes.sharded_calls import stacks, unstacks
+from keras_strategies.passes.specs import stacks, unstacks
 from keras_strategies.passes.stages import (
     compute_equations,
     equations_in,

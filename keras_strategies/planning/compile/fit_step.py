@@ -21,6 +21,7 @@ from keras_strategies.planning.seam import (
     ReplicaMesh,
     Sharded,
     Strategy,
+    blocked_head,
     collect_reasons,
     find_blocks,
     get_shape,
@@ -71,6 +72,9 @@ class FitStep(Step):
         if blocks is not None and not has_remat_layers(model):
             self._layers = blocks.layers
         self.has_remat = blocks is not None and self._layers is None
+        if len(jax.tree.leaves(parts[1])) == 1:
+            count = blocked_head.count_logit_bytes(model, parts[1])
+            self.logit_bytes = count / self.mesh.num_replicas
         # XLA chooses the dtype of sums in a step over the global batch.
         if self.rows % self.mesh.num_replicas == 0:
             self.narrow_sums = _find_narrow_sums(model, self.mesh)
@@ -219,10 +223,11 @@ def compile_like(clone: keras.Model, model: keras.Model) -> None:
 
 
 def _copy_modes(model: keras.Model, clone: keras.Model) -> None:
-    """Copies the layers' rematerialization modes; they are not in configs."""
+    """Copies what is not in configs, such as rematerialization modes."""
     pairs = zip(model._flatten_layers(), clone._flatten_layers(), strict=True)
     for layer, other in pairs:
         other._remat_mode = layer._remat_mode
+        blocked_head.copy_head(layer, other)
 
 
 def has_remat_layers(model: keras.Model) -> bool:

@@ -10,11 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from keras_strategies.planning.seam import (
-    FullySharded,
-    Replicated,
-    SlotsOnly,
-)
+from keras_strategies.planning.seam import partitioners
 
 _NAMES = ("replicated", "slots", "sharded", "model")
 _WORD = re.compile(r"(?P<name>[a-z]+)(:(?P<number>[1-9]\d{0,5}))?", re.ASCII)
@@ -54,9 +50,9 @@ class Layout:
         if self.partitioner is not None:
             return self.partitioner
         if self.divides == "slots":
-            return SlotsOnly(shards=self.shards)
+            return partitioners.SlotsOnly(shards=self.shards)
         if self.divides == "all":
-            return FullySharded(shards=self.shards)
+            return partitioners.FullySharded(shards=self.shards)
         return None
 
     def __str__(self) -> str:
@@ -73,7 +69,9 @@ class Layout:
 
 def _name_partitioner(partitioner: Any) -> str:
     """Returns a partitioner's name, with the options that are not defaults."""
-    if not isinstance(partitioner, FullySharded | Replicated):
+    if not isinstance(
+        partitioner, partitioners.FullySharded | partitioners.Replicated
+    ):
         return getattr(partitioner, "__name__", type(partitioner).__name__)
     options = [
         f"{field.name}={value!r}"
@@ -92,11 +90,11 @@ def parse_layout(spec: object) -> Layout:
     """
     if isinstance(spec, Layout):
         return spec
-    if isinstance(spec, SlotsOnly) and spec == SlotsOnly(spec.shards):
-        return Layout(divides="slots", shards=spec.shards)
-    if isinstance(spec, FullySharded) and spec == FullySharded(spec.shards):
-        return Layout(divides="all", shards=spec.shards)
-    if callable(spec) or isinstance(spec, FullySharded):
+    kinds = {"slots": partitioners.SlotsOnly, "all": partitioners.FullySharded}
+    for divides, kind in kinds.items():
+        if isinstance(spec, kind) and spec == kind(spec.shards):
+            return Layout(divides=divides, shards=spec.shards)
+    if callable(spec) or isinstance(spec, partitioners.FullySharded):
         return Layout(partitioner=spec)
     if not isinstance(spec, str):
         raise TypeError(

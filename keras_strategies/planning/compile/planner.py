@@ -29,7 +29,10 @@ from keras_strategies.planning.compile.lines import (
 )
 from keras_strategies.planning.compile.step import Step
 from keras_strategies.planning.program.costs import Costs
-from keras_strategies.planning.report.advice import write_advice
+from keras_strategies.planning.report.advice import (
+    advise_on_logits,
+    write_advice,
+)
 from keras_strategies.planning.report.planned_step import PlannedStep
 from keras_strategies.planning.seam import (
     chips,
@@ -313,7 +316,8 @@ class _Planning:
             narrow_sums=self._step.narrow_sums,
         )
         unknown = describe_unknown(low) if isinstance(low, Costs) else ""
-        notes = self._step.note, unknown, *self._notes, advice
+        logits = advise_on_logits(row, self._step.logit_bytes)
+        notes = self._step.note, unknown, *self._notes, logits, advice
         return dataclasses.replace(row, advice=" ".join(filter(None, notes)))
 
     def _find_max_rows(self, line: Line) -> int | None:

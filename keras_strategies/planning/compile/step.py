@@ -28,6 +28,8 @@ class Step:
       narrow_sums: The partitioner that sums gradients in bfloat16, as code. ""
         if the model does not compute in bfloat16, or no partitioner can narrow
         the sums.
+      logit_bytes: The bytes of logits on a device that `blocked_head` would
+        save.
       steps: The number of training steps in the program
         (`steps_per_execution`).
       note: A sentence that the plan shows to the user, or "". It is set when
@@ -39,6 +41,7 @@ class Step:
     tokens: int | None = None
     has_remat: bool = False
     narrow_sums: str = ""
+    logit_bytes: float = 0.0
     steps: int = 1
     note: str = ""
 

@@ -8,6 +8,7 @@ from keras_strategies.planning.report.planned_step import (
 
 _MUCH = 0.5
 _LESS = 0.9
+_LARGE = 0.3
 _SLOW = 1.5
 _SECONDS = 1e-3
 """The shortest communication time about which advice is given."""
@@ -52,6 +53,22 @@ def write_advice(
         _explain_time(step),
     )
     return " ".join(filter(None, sentences))
+
+
+def advise_on_logits(step: PlannedStep, logit_bytes: float) -> str:
+    """Returns advice on logits that take much of a planned step's memory.
+
+    Args:
+      step: The planned step.
+      logit_bytes: The bytes that `blocked_head` would save on a device.
+    """
+    if not logit_bytes or logit_bytes < _LARGE * (step.bytes_in_all or 0.0):
+        return ""
+    return (
+        f"Logits take {format_gb(logit_bytes)} GB. "
+        "`ks.experimental.blocked_head(model)` computes the loss without "
+        "storing them (docs/large_models.md)."
+    )
 
 
 def _advise_on_memory(step: PlannedStep, total: float) -> str:

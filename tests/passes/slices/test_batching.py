@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from keras_strategies.passes.sharded_calls import (
+from keras_strategies.passes.slices.batching import batch_slices
+from keras_strategies.passes.slices.comparison import Slice
+from keras_strategies.passes.specs import (
     stack_values,
     unstack_values,
 )
-from keras_strategies.passes.slices.batching import batch_slices
-from keras_strategies.passes.slices.comparison import Slice
 
 COUNT = 4
 MESH = jax.make_mesh((2,), ("replica",), axis_types=(AxisType.Auto,))
