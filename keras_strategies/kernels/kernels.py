@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+from keras.src.backend.common.tensor_attributes import set_tensor_attr
 
 from keras_strategies._types import Array
 from keras_strategies.gpu.topology_devices import CUDNN, has_gpus, is_absent_gpu
@@ -31,6 +32,7 @@ from keras_strategies.kernels.mapped_kernels import (
     map_attention,
 )
 from keras_strategies.kernels.mask_arrays import recognize_mask
+from keras_strategies.kernels.mask_values import SOURCE
 from keras_strategies.passes.row_kinds.kernels import BY_ROWS
 from keras_strategies.spmd.mesh import ReplicaMesh
 
@@ -295,7 +297,9 @@ def _wrap_remat(original: Callable[..., Any]) -> Callable[..., Any]:
 
             def compute(*arrays: Any) -> Any:
                 given = dict(enumerate(leaves))
-                given |= zip(places, arrays, strict=True)
+                for k, array in zip(places, arrays, strict=True):
+                    set_tensor_attr(array, SOURCE, leaves[k])
+                    given[k] = array
                 args, kwargs = jax.tree.unflatten(structure, given.values())
                 return fn(*args, **kwargs)
 

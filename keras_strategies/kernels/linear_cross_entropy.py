@@ -145,40 +145,21 @@ def compute_losses(
     return losses.reshape(labels.shape), words.reshape(labels.shape)
 
 
-class _Block(NamedTuple):
-    """The logits of a block of words.
-
-    Attributes:
-      words: The words; those of the last block may not exist.
-      kernel: The words' part of the kernel.
-      logits: An array of shape (rows, words).
-      slope: The derivative of the cap.
-      is_word: Whether each word exists.
-      is_label: Whether a word is the row's label.
-    """
-
-    words: jax.Array
-    kernel: jax.Array
-    logits: jax.Array
-    slope: jax.Array | float
-    is_word: jax.Array
-    is_label: jax.Array
-
-
 def _scan_blocks(
     options: Options,
-    add_block: Callable[[Any, _Block], Any],
+    add_block: Callable[..., Any],
     start: Any,
-    arrays: tuple[Any, Any, Any, Any],
+    *arrays: Any,
 ) -> Any:
-    """Calls `add_block` for each block, as the body of a loop.
+    """Calls `add_block` for each block of words, as the body of a loop.
 
-    A kernel that is sharded is gathered a block at a time, see
-    `passes/sharded_calls.py`.
+    Its arguments are the carry, the words (those of the last block may not
+    exist), the kernel's block, the logits of shape (rows, words), and the
+    derivative of the cap. A kernel that is sharded is gathered a block at a
+    time (see `passes/sharded_calls.py`).
     """
-    hidden, kernel, bias, labels = arrays
+    hidden, kernel, bias = arrays
     axis, size = options.words_axis, options.block_size
-    count = kernel.shape[axis]
 
     def iterate(carry: Any, parts: Any) -> Any:
         k, part, bias = parts
@@ -189,10 +170,7 @@ def _scan_blocks(
             ratio = jnp.tanh(logits / options.soft_cap)
             logits, slope = options.soft_cap * ratio, 1.0 - ratio * ratio
         words = k * size + jnp.arange(size)
-        is_word = words < count
-        is_label = labels[:, None] == words
-        block = _Block(words, part, logits, slope, is_word, is_label)
-        return add_block(carry, block)
+        return add_block(carry, words, part, logits, slope)
 
     blocks = split_blocks(kernel, axis, size), split_blocks(bias, 0, size)
     return lax.scan(iterate, start, (jnp.arange(len(blocks[1])), *blocks))
@@ -216,24 +194,25 @@ def _forward(
 ) -> Any:
     words = kernel.shape[options.words_axis]
 
-    def add_block(carry: Any, block: _Block) -> Any:
+    def add_block(
+        carry: Any, word: Any, part: Any, logits: Any, slope: Any
+    ) -> Any:
         largest, best, total, of_label, of_all = carry
-        logits = jnp.where(block.is_word, block.logits, _LOWEST)
+        of_label += jnp.where(labels[:, None] == word, logits, 0.0).sum(axis=1)
+        of_all += jnp.where(word < words, logits, 0.0).sum(axis=1)
+        logits = jnp.where(word < words, logits, _LOWEST)
         here = logits.max(axis=1)
-        word = block.words[0] + jnp.argmax(logits, axis=1)
+        word = word[0] + jnp.argmax(logits, axis=1)
         best = jnp.where(here > largest, word, best)
         new = jnp.maximum(largest, here)
         added = jnp.exp(logits - new[:, None]).sum(axis=1)
         total = total * jnp.exp(largest - new) + added
-        of_label += jnp.where(block.is_label, block.logits, 0.0).sum(axis=1)
-        of_all += jnp.where(block.is_word, block.logits, 0.0).sum(axis=1)
         return (new, best, total, of_label, of_all), None
 
     zeros = jnp.zeros(labels.shape, jnp.float32)
     start = (zeros + _LOWEST, jnp.zeros(labels.shape, int), zeros, zeros, zeros)
-    arrays = hidden, kernel, bias, labels
     (largest, best, total, of_label, of_all), _ = _scan_blocks(
-        options, add_block, start, arrays
+        options, add_block, start, hidden, kernel, bias
     )
     normalizer = largest + jnp.log(total)
     smoothing = options.smoothing
@@ -250,20 +229,22 @@ def _backward(options: Options, residuals: Any, gradients: Any) -> Any:
     is_word = (labels >= 0) & (labels < words)
     factor = jnp.where(is_word, gradients[0], 0.0)[:, None]
 
-    def add_block(of_hidden: Any, block: _Block) -> Any:
-        wanted = (1.0 - smoothing) * block.is_label + smoothing / words
-        error = jnp.exp(block.logits - normalizer[:, None]) - wanted
-        error = jnp.where(block.is_word, factor * error * block.slope, 0.0)
+    def add_block(
+        of_hidden: Any, word: Any, part: Any, logits: Any, slope: Any
+    ) -> Any:
+        is_label = labels[:, None] == word
+        error = jnp.exp(logits - normalizer[:, None])
+        error -= (1.0 - smoothing) * is_label + smoothing / words
+        error = jnp.where(word < words, factor * error * slope, 0.0)
         cast = error.astype(hidden.dtype)
-        of_hidden += _multiply(cast, block.kernel, axis)
+        of_hidden += _multiply(cast, part, axis)
         pair = (cast, hidden) if axis == 0 else (hidden, cast)
         of_kernel = _multiply(*pair, 0, own=0).astype(kernel.dtype)
         return of_hidden, (of_kernel, error.sum(axis=0))
 
     start = jnp.zeros(hidden.shape, jnp.float32)
-    arrays = hidden, kernel, bias, labels
     of_hidden, (of_kernel, of_bias) = _scan_blocks(
-        options, add_block, start, arrays
+        options, add_block, start, hidden, kernel, bias
     )
     return (
         of_hidden.astype(hidden.dtype),

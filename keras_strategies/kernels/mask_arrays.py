@@ -174,7 +174,9 @@ class _Table:
 
         These are assumed not to be negative, so that the minimum is 0 or 1.
         """
-        numbers = [v for v in operands if not _is_wide_or_binary(v)]
+        both = {QUERIES, KEYS}
+        others = [v for v in operands if not both <= v.find_dims()]
+        numbers = [v for v in others if not _is_binary(v)]
         if len(numbers) != 1 or not _is_integer(numbers[0]):
             return None
         (other,) = (v for v in operands if v is not numbers[0])
@@ -205,7 +207,7 @@ class _Table:
             if no.any() and yes.any():
                 raise NotRecognized
             if other is None:
-                dim = QUERIES if QUERIES in value.find_dims() else KEYS
+                dim = _find_dim(value)
                 is_true = value.compute_rows(dim) != 0
                 used[dim].append(is_true == yes.any())
             elif yes.any() and segments == (None, None):
@@ -229,10 +231,8 @@ class _Table:
             key_segments=segments[1],
         )
         wrong = [
-            (v.compute_rows(QUERIES if QUERIES in v.find_dims() else KEYS) < 0)
-            for v in self._assumed
+            (v.compute_rows(_find_dim(v)) < 0).any(1) for v in self._assumed
         ]
-        wrong = [each.any(1) for each in wrong]
         return mask, functools.reduce(operator.or_, wrong) if wrong else None
 
     def _find_limits(
@@ -254,8 +254,8 @@ def _is_integer(value: Value) -> bool:
     return bool(is_number) and value.dtype.itemsize <= 4
 
 
-def _is_wide_or_binary(value: Value) -> bool:
-    return {QUERIES, KEYS} <= value.find_dims() or _is_binary(value)
+def _find_dim(value: Value) -> int:
+    return QUERIES if QUERIES in value.find_dims() else KEYS
 
 
 def _is_binary(value: Value) -> bool:

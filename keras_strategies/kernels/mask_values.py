@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal
+from keras.src.backend.common.tensor_attributes import get_tensor_attr
 
 from keras_strategies._types import Array
 from keras_strategies.passes.collective_cut import find_called_jaxpr
@@ -31,6 +32,8 @@ Dims = tuple[int | None, ...]
 """For each dimension of a value, the mask's dimension along which it is read;
 None if only its first entry is read."""
 
+# An attribute of an argument of a rematerialized layer: the caller's array.
+SOURCE = "_ks_source"
 _SAME = names_in(
     "copy copy_p name optimization_barrier pbroadcast pcast pvary reshard",
     "sharding_constraint",
@@ -84,20 +87,19 @@ class Value:
     equation: Any
 
     @classmethod
-    def of(cls, array: Array, dims: Dims, sizes: tuple[int, ...]) -> "Value":
-        """Returns the value of a mask's array."""
-        return cls._follow(array, None, dims, sizes, [])
-
-    @classmethod
-    def _follow(
+    def of(
         cls,
         atom: Any,
-        call: _Call | None,
         dims: Dims,
         sizes: tuple[int, ...],
-        budget: list[None],
+        call: _Call | None = None,
+        budget: list[None] | None = None,
     ) -> "Value":
-        """Finds a value's equation, in the functions that the trace calls."""
+        """Returns the value of an array, with the equation that computes it.
+
+        The equation may be in a function that the trace calls.
+        """
+        budget = [] if budget is None else budget
         budget.append(None)
         if len(budget) > _MAX_VALUES:
             raise NotRecognized
@@ -105,6 +107,9 @@ class Value:
             equation: Any = None
             if call is None:
                 atom = _lower(atom)
+                if (source := get_tensor_attr(atom, SOURCE)) is not None:
+                    atom = source
+                    continue
                 equation = getattr(atom, "parent", None)
                 variable = getattr(atom, "val", None)
                 operands = [(x, None) for x in getattr(equation, "invars", ())]
@@ -130,7 +135,7 @@ class Value:
         return cls(atom, call, dims, sizes, budget, equation)
 
     def _make(self, operand: Any, dims: Dims) -> "Value":
-        return self._follow(operand, self.call, dims, self.sizes, self.budget)
+        return self.of(operand, dims, self.sizes, self.call, self.budget)
 
     @property
     def name(self) -> str:
@@ -205,9 +210,6 @@ class Value:
 
     def find_dims(self) -> set[int]:
         """Returns the mask's dimensions along which the value may change."""
-        dims = {dim for dim in self.dims if dim is not None}
-        if not {QUERIES, KEYS} <= dims:
-            return dims
         value = self.skip_moves()
         dims = {dim for dim in value.dims if dim is not None}
         if not {QUERIES, KEYS} <= dims:

@@ -214,9 +214,8 @@ class Lookups:
     def cast(self, equation: Equation) -> bool:
         """Casts columns to a narrower float dtype; returns whether it did."""
         columns = next(map(self._columns.get, variables(equation.invars)), None)
-        if columns is None or not _casts(equation) or _widens(equation):
-            return False
-        if not is_float(equation.outvars[0]):
+        is_narrow = _casts(equation) and not _widens(equation)
+        if columns is None or not (is_narrow and is_float(equation.outvars[0])):
             return False
         value, dim, is_found = columns
         cast = value.astype(equation.params["new_dtype"])

@@ -323,7 +323,6 @@ def _find_again(first: _Loop, second: _Loop, uses: Mapping[Var, int]) -> None:
         if isinstance(array, Var) and array in slices
         if isinstance(variable, Var)
     }
-    makers = {v: e for e in first.jaxpr.eqns for v in e.outvars}
     for place, (result, variable) in enumerate(results, len(first.carry)):
         read = slices.get(result)
         if read is None or uses[result] > 1 or isinstance(variable, Literal):
@@ -331,30 +330,24 @@ def _find_again(first: _Loop, second: _Loop, uses: Mapping[Var, int]) -> None:
         if known[variable] is not read:
             continue  # It is stored twice.
         others = {v: of for v, of in known.items() if v is not variable}
-        equations: dict[int, Any] = {}
-        if _is_cheap(variable, others, makers, equations):
-            ordered = [e for e in first.jaxpr.eqns if id(e) in equations]
-            second.again[read] = variable, ordered, others
+        equations = _find_cheap(variable, others, first.jaxpr.eqns)
+        if equations:
+            second.again[read] = variable, equations, others
             first.dropped.add(place)
             known = others
 
 
-def _is_cheap(
-    variable: Any,
-    known: Mapping[Var, Var],
-    makers: Mapping[Var, Any],
-    equations: dict[int, Any],
-) -> bool:
-    """Returns whether a value follows from others, and adds the equations."""
-    if isinstance(variable, Literal) or variable in known:
-        return True
-    equation = makers.get(variable)
-    if equation is None or equation.primitive.name not in _CHEAP:
-        return False
-    equations[id(equation)] = equation
-    return len(equations) <= _MAX_CHEAP and all(
-        _is_cheap(v, known, makers, equations) for v in equation.invars
-    )
+def _find_cheap(
+    variable: Var, known: Mapping[Var, Var], equations: Sequence[Any]
+) -> list[Any]:
+    """Returns equations by which a value follows from others, if they exist."""
+    left = [e for e in equations if known.keys().isdisjoint(e.outvars)]
+    needed = needed_equations(left, [variable])
+    computed = {v for e in needed for v in e.outvars}
+    read = {v for e in needed for v in variables(e.invars)} - computed
+    is_cheap = all(e.primitive.name in _CHEAP for e in needed)
+    is_cheap &= len(needed) <= _MAX_CHEAP and read <= known.keys()
+    return needed if is_cheap else []
 
 
 def _is_simple(equation: Any) -> bool:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -135,7 +136,7 @@ def stacked_spec(spec: Sharded) -> Sharded:
     return Sharded(stacked, spec.dim + 1, spec.sum_dtype)
 
 
-def _stack(*values: Array) -> Array:
+def _stack(values: Sequence[Array]) -> Array:
     return jnp.stack(values)
 
 
@@ -145,10 +146,8 @@ def _unstack(stacked: Array) -> list[Array]:
 
 def _split(array: Array, axis: int, size: int) -> Array:
     count, shape = -(-array.shape[axis] // size), list(array.shape)
-    pad = [
-        (0, count * size - shape[axis] if d == axis else 0)
-        for d in range(array.ndim)
-    ]
+    pad = np.zeros((array.ndim, 2), int)
+    pad[axis, 1] = count * size - shape[axis]
     shape[axis : axis + 1] = count, size
     return jnp.moveaxis(jnp.pad(array, pad).reshape(shape), axis, 0)
 
@@ -164,35 +163,14 @@ def _join(blocks: Array, axis: int, size: int) -> Array:
 # them.
 _stack.__name__ = _unstack.__name__ = "ks.stack_values"
 _split.__name__, _join.__name__ = "ks.split_blocks", "ks.join_blocks"
-_stack_jitted, _unstack_jitted = jax.jit(_stack), jax.jit(_unstack)
+# Stacks values of the same shape along a new first dimension, and the inverse.
+# If the values are sharded, only the shards are stacked (`ShardedInterpreter`).
+stack_values, unstack_values = jax.jit(_stack), jax.jit(_unstack)
+# Splits dimension `axis` of an array into blocks of `size`, for a loop, and the
+# inverse. The blocks are a new first dimension, and the last one is padded with
+# zeros. If another dimension is sharded, only the shards are split.
 split_blocks = jax.jit(_split, static_argnums=(1, 2))
-"""Splits dimension `axis` of an array into blocks of `size`, for a loop.
-
-The result has a new first dimension, that of the blocks. The last one is padded
-with zeros. If another dimension is sharded, only the shards are split.
-"""
 join_blocks = jax.jit(_join, static_argnums=(1, 2))
-"""Returns the array of `size` entries along `axis` that has these blocks."""
-
-
-def stack_values(values: Sequence[Array]) -> Array:
-    """Stacks values of the same shape along a new first dimension.
-
-    If the values are sharded, only the shards are stacked (see
-    `ShardedInterpreter`).
-
-    Returns:
-      An array of shape (the number of values, *shape).
-    """
-    return _stack_jitted(*values)
-
-
-def unstack_values(stacked: Array) -> list[Array]:
-    """Returns the slices of an array along its first dimension.
-
-    This is the transpose of `stack_values`.
-    """
-    return _unstack_jitted(stacked)
 
 
 def stacks(equation: JaxprEqn) -> bool:
@@ -214,17 +192,16 @@ def find_split(equation: JaxprEqn, spec: Sharded) -> tuple[int, int] | None:
       spec: The spec of the array that is split, or of the joined one.
 
     Returns:
-      None if the dimension is sharded.
+      None if the dimension is sharded, or the array is no matrix.
     """
     blocks, array = *equation.outvars, *equation.invars
     if joins(equation):
         blocks, array = array, blocks
     (_, *shape), whole = blocks.aval.shape, array.aval.shape
-    others = [d for d in range(len(shape)) if d != spec.dim]
-    axes = [d for d in others if shape[d] != whole[d]] or others
-    if not axes or shape[spec.dim] != whole[spec.dim]:
+    if len(whole) != 2 or shape[spec.dim] != whole[spec.dim]:
         return None
-    return axes[0], (whole if joins(equation) else shape)[axes[0]]
+    axis = 1 - spec.dim
+    return axis, (whole if joins(equation) else shape)[axis]
 
 
 def splits(equation: JaxprEqn) -> bool:

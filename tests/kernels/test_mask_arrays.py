@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from keras import ops
 
+from keras_strategies.kernels.kernels import patched
 from keras_strategies.kernels.mask_arrays import recognize_mask
 from keras_strategies.kernels.splash_attention import AttentionMask
 
@@ -199,12 +200,20 @@ def to_array(mask):
 X = jnp.zeros((ROWS, LENGTH, HEADS, 4))
 
 
-def compare(make, limits, padding=PADDING, wrap=lambda f: f):
-    """Whether the parts are those of the array, and for which rows not."""
+def compare(make, limits, padding=PADDING, wrap=lambda f: f, enter=None):
+    """Whether the parts are those of the array, and for which rows not.
+
+    `enter` calls a function that the array enters as an argument.
+    """
     found = []
 
     def call(padding, segments):
         array = make(padding, segments)
+        if enter is not None:
+            return enter(read)(jnp.asarray(array))
+        return read(array)
+
+    def read(array):
         known = recognize_mask(array, X, X)
         assert known is not None
         mask, wrong = known
@@ -226,6 +235,16 @@ def compare(make, limits, padding=PADDING, wrap=lambda f: f):
 )
 def test_parts_are_those_of_the_array(make, limits):
     assert not compare(make, limits).any()
+
+
+@pytest.mark.parametrize("name", ["keras-hub, padding", "packed, causal"])
+def test_arrays_that_enter_rematerialized_layers(name):
+    def enter(layer):
+        inner = keras.remat(lambda x, is_training: layer(x))
+        return keras.remat(lambda x: inner(x, True))
+
+    with patched():
+        assert not compare(*RECOGNIZED[name], enter=enter).any()
 
 
 @pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit])
