@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from keras_strategies.fit.generating import check_calls
 from keras_strategies.gpu import topology_devices
 from keras_strategies.names import dry_run
 from keras_strategies.spmd.mesh import ReplicaMesh
@@ -51,6 +52,8 @@ class Runtime:
             )
         if not mesh.is_abstract:
             topology_devices.note_platform(mesh.platform)
+        if mesh.num_processes > 1:
+            check_calls()
         registry = Registry()
         partitioner, mesh = _bind(variable_partitioner, mesh)
         placements = Placements(mesh, layout_map, partitioner)

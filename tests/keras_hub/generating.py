@@ -6,6 +6,7 @@ import jax
 import keras
 import keras_hub
 import numpy as np
+from jax.experimental import multihost_utils
 
 import keras_strategies as ks
 
@@ -54,12 +55,21 @@ def generate(task, seed):
     ].tolist()
 
 
-def attempt(task, alone, seed):
+def attempt(task, alone, seed, method=generate):
     """Returns whether one device generates the same, or the error's text."""
     try:
-        return generate(task, seed) == generate(alone, seed)
+        found, wanted = method(task, seed), method(alone, seed)
+        return bool(np.allclose(found, wanted, atol=1e-3))
     except ValueError as error:
         return str(error)
+
+
+def score(task, seed):
+    prompts = draw_prompts(seed)
+    scores = task.score(**prompts, scoring_mode="logits")
+    if not scores.is_fully_addressable:
+        scores = multihost_utils.process_allgather(scores, tiled=True)
+    return np.asarray(scores)
 
 
 class Generate(keras.callbacks.Callback):
@@ -85,6 +95,8 @@ def find(partitioner):
         "in scope": in_scope,
         "equal prompts": attempt(task, alone, 0),
         "other prompts": attempt(task, alone, process),
+        "scores": attempt(task, alone, 0, score),
+        "other scores": attempt(task, alone, process, score),
     }
     if partitioner is None and process == 0:
         found["one process"] = attempt(task, alone, 7)

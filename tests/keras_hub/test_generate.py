@@ -80,9 +80,14 @@ def test_processes_generate_from_the_same_prompts(tmp_path):
         mirrored, sharded = found["mirrored"], found["sharded"]
         assert mirrored.pop("one process", True) is True
         assert mirrored.pop("other prompts") is True
-        for refused in (sharded.pop("other prompts"), found["other seeds"]):
-            assert "share variables must provide equal values" in refused
-            assert "generate. Received" in refused
+        assert mirrored.pop("other scores") is True
+        refused = sharded.pop("other prompts"), found["other seeds"]
+        names = "generate", "generate", "a call of the layer 'token_embedding'"
+        refused = *refused, sharded.pop("other scores")
+        for text, name in zip(refused, names, strict=True):
+            assert "share variables must provide equal values" in text
+            assert f"{name}. Received" in text
         for values in (mirrored, sharded):
             assert values.pop("in a callback") == [True, True]
-            assert values == {"in scope": True, "equal prompts": True}
+            names = "in scope", "equal prompts", "scores"
+            assert values == dict.fromkeys(names, True)

@@ -8,6 +8,7 @@ from unittest import mock
 import jax
 import keras
 import numpy as np
+from jax.experimental import multihost_utils
 
 import keras_strategies as ks
 from benchmarks.large_steps.recommender import FEATURES
@@ -328,6 +329,12 @@ def refused():
         return value
 
     tell("captured", lambda: strategy.run(step))
+    tell("called", lambda: model(X[me : me + 4]))
+    tell("called, a layer", lambda: model.layers[-1](np.full((2, 24), me)))
+    alone = compiled()
+    alone.set_weights(before)
+    called = multihost_utils.process_allgather(model(X[:4]), tiled=True)
+    np.testing.assert_allclose(called, alone(X[:4]), atol=1e-6)
     tell("assigned", lambda: kernel.assign(np.full(kernel.shape, me)))
     _assert_same(model.get_weights(), before)
     total = strategy.reduce("mean", strategy.run(step, (array,)), axis=None)

@@ -152,6 +152,10 @@ def test_what_processes_do_not_divide_alike_is_refused_in_all(found):
             ):
                 assert part in told
             assert other == "LookupError: no rule here"
+        elif name.startswith("called"):
+            assert told == other
+            assert "share variables must provide equal values to a" in told
+            assert "Pass equal values in all processes" in told
         elif name == "passed":
             assert abs(told) < 1e-4
         elif name == "captured":
