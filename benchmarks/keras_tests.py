@@ -35,6 +35,8 @@ FILE = pathlib.Path(keras.__file__).parent / "src/trainers/trainer_test.py"
 class TrainedLayer(keras.Model):
     """A model that computes what the layer does from which it is derived."""
 
+    layers = ()  # A test stores them, which `keras.Model` does not allow.
+
     def __init__(self) -> None:
         PLAIN_TRAINER.__init__(self)
 

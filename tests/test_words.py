@@ -95,6 +95,7 @@ STATE = re.compile(
     r"[^{}]*?(\. |\.?$)"
 )
 MAX_WORDS = 40
+MAX_ENTRY = 120
 
 
 def summary_problem(doc, kind):
@@ -309,8 +310,9 @@ def test_entries_of_the_changelog_are_short():
     assert not [
         f"{line}: {entry}"
         for line, entry in list_entries(text)
-        if len(entry.split()) > MAX_WORDS
+        if len(entry.split()) > MAX_WORDS or len(entry) > MAX_ENTRY
     ]
+    assert not re.findall(r"^  \S.*", text, re.M), "an entry is one line"
 
 
 @pytest.mark.parametrize(
