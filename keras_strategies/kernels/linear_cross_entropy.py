@@ -1,7 +1,7 @@
 """The cross-entropy over many words, whose logits are never stored whole."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -134,15 +134,13 @@ def compute_losses(
         bias = jnp.zeros(words)
     size = -(-words // -(-words // options.block_size))
     size = min(-(-size // _LANES) * _LANES, words)
-    results: Any = _compute(
+    return _compute(
         options._replace(block_size=size),
-        hidden.reshape(-1, hidden.shape[-1]),
+        hidden,
         kernel,
         jnp.asarray(bias),
-        labels.reshape(-1),
+        labels,
     )
-    losses, words = results
-    return losses.reshape(labels.shape), words.reshape(labels.shape)
 
 
 def _scan_blocks(
@@ -154,7 +152,7 @@ def _scan_blocks(
     """Calls `add_block` for each block of words, as the body of a loop.
 
     Its arguments are the carry, the words (those of the last block may not
-    exist), the kernel's block, the logits of shape (rows, words), and the
+    exist), the kernel's block, the logits of shape (..., words), and the
     derivative of the cap. A kernel that is sharded is gathered a block at a
     time (see `passes/sharded_calls.py`).
     """
@@ -164,7 +162,8 @@ def _scan_blocks(
     def iterate(carry: Any, parts: Any) -> Any:
         k, part, bias = parts
         part = part.astype(hidden.dtype)
-        logits = _multiply(hidden, part, 1 - axis) + bias.astype(jnp.float32)
+        logits = _multiply(hidden, part, [hidden.ndim - 1], [1 - axis])
+        logits += bias.astype(jnp.float32)
         slope: jax.Array | float = 1.0
         if options.soft_cap is not None:
             ratio = jnp.tanh(logits / options.soft_cap)
@@ -176,9 +175,11 @@ def _scan_blocks(
     return lax.scan(iterate, start, (jnp.arange(len(blocks[1])), *blocks))
 
 
-def _multiply(one: Any, two: Any, axis: int, own: int = 1) -> jax.Array:
-    """Returns a product over dimensions `own` and `axis`, summed in float32."""
-    dims = (((own,), (axis,)), ((), ()))
+def _multiply(
+    one: Any, two: Any, of_one: Sequence[int], of_two: Sequence[int]
+) -> jax.Array:
+    """Returns a product over dimensions of both arrays, summed in float32."""
+    dims = ((of_one, of_two), ((), ()))
     return lax.dot_general(one, two, dims, preferred_element_type=jnp.float32)
 
 
@@ -198,14 +199,16 @@ def _forward(
         carry: Any, word: Any, part: Any, logits: Any, slope: Any
     ) -> Any:
         largest, best, total, of_label, of_all = carry
-        of_label += jnp.where(labels[:, None] == word, logits, 0.0).sum(axis=1)
-        of_all += jnp.where(word < words, logits, 0.0).sum(axis=1)
+        of_label += jnp.where(labels[..., None] == word, logits, 0.0).sum(
+            axis=-1
+        )
+        of_all += jnp.where(word < words, logits, 0.0).sum(axis=-1)
         logits = jnp.where(word < words, logits, _LOWEST)
-        here = logits.max(axis=1)
-        word = word[0] + jnp.argmax(logits, axis=1)
+        here = logits.max(axis=-1)
+        word = word[0] + jnp.argmax(logits, axis=-1)
         best = jnp.where(here > largest, word, best)
         new = jnp.maximum(largest, here)
-        added = jnp.exp(logits - new[:, None]).sum(axis=1)
+        added = jnp.exp(logits - new[..., None]).sum(axis=-1)
         total = total * jnp.exp(largest - new) + added
         return (new, best, total, of_label, of_all), None
 
@@ -227,20 +230,21 @@ def _backward(options: Options, residuals: Any, gradients: Any) -> Any:
     axis, smoothing = options.words_axis, options.smoothing
     words = kernel.shape[axis]
     is_word = (labels >= 0) & (labels < words)
-    factor = jnp.where(is_word, gradients[0], 0.0)[:, None]
+    factor = jnp.where(is_word, gradients[0], 0.0)[..., None]
+    rows = tuple(range(labels.ndim))
 
     def add_block(
         of_hidden: Any, word: Any, part: Any, logits: Any, slope: Any
     ) -> Any:
-        is_label = labels[:, None] == word
-        error = jnp.exp(logits - normalizer[:, None])
+        is_label = labels[..., None] == word
+        error = jnp.exp(logits - normalizer[..., None])
         error -= (1.0 - smoothing) * is_label + smoothing / words
         error = jnp.where(word < words, factor * error * slope, 0.0)
         cast = error.astype(hidden.dtype)
-        of_hidden += _multiply(cast, part, axis)
+        of_hidden += _multiply(cast, part, [labels.ndim], [axis])
         pair = (cast, hidden) if axis == 0 else (hidden, cast)
-        of_kernel = _multiply(*pair, 0, own=0).astype(kernel.dtype)
-        return of_hidden, (of_kernel, error.sum(axis=0))
+        of_kernel = _multiply(*pair, rows, rows).astype(kernel.dtype)
+        return of_hidden, (of_kernel, error.sum(axis=rows))
 
     start = jnp.zeros(hidden.shape, jnp.float32)
     of_hidden, (of_kernel, of_bias) = _scan_blocks(

@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from keras_strategies._types import Array
-from keras_strategies.kernels.splash_attention import pad_rows
+from keras_strategies.kernels.splash_attention import (
+    can_share_heads,
+    pad_rows,
+)
 from keras_strategies.passes.specs import Axis
 from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
@@ -84,7 +88,8 @@ def map_attention(
 ) -> jax.Array:
     """Computes attention on each core for its heads.
 
-    Every core computes all heads if the cores cannot share them evenly.
+    Fewer heads of keys than cores are repeated. Every core computes all heads
+    if the cores cannot share them evenly.
 
     Args:
       trace: The trace of the step.
@@ -96,9 +101,20 @@ def map_attention(
     """
     query, key, *_ = arrays
     cores, rows, model = trace.mesh.cores_per_replica, trace.rows, trace.model
-    if query.shape[2] % cores or key.shape[2] % cores:
+    if not can_share_heads(cores, query, key):
         model = None
+    elif key.shape[2] < cores:
+        shares = cores // key.shape[2]
+        more = (jnp.repeat(x, shares, axis=2) for x in arrays[1:3])
+        arrays = [query, *more, *arrays[3:]]
     heads = PartitionSpec(rows, None, model)
+    if (
+        model is not None
+        and trace.mesh.context_parallel
+        and not any(x.shape[1] % cores for x in (query, key))
+    ):
+        heads = PartitionSpec(rows, model)
+        attend = _exchange_tokens(attend, model)
     specs = [heads] * 3 + [PartitionSpec(rows)] * num_padding
     for array in arrays[len(specs) :]:
         sizes = (1, 1) if array is None else array.shape[:2]
@@ -107,6 +123,34 @@ def map_attention(
     return map_over_cores(
         trace, attend, arrays, specs, out_spec=heads, count=len(query)
     )
+
+
+def _exchange_tokens(
+    attend: Callable[..., jax.Array], axis: str
+) -> Callable[..., jax.Array]:
+    """Wraps attention for cores that each have a part of the tokens.
+
+    The cores exchange all heads of their tokens for all tokens of their heads,
+    and the results the other way.
+
+    Args:
+      attend: A function of query, key, value and further arrays.
+      axis: The mesh axis of the cores.
+
+    References:
+      - Jacobs et al., DeepSpeed Ulysses (2023): https://arxiv.org/abs/2309.14509
+    """
+
+    def exchange(array: jax.Array, split: int, join: int) -> jax.Array:
+        return jax.lax.all_to_all(array, axis, split, join, tiled=True)
+
+    def call(
+        query: jax.Array, key: jax.Array, value: jax.Array, *others: Any
+    ) -> jax.Array:
+        heads = [exchange(x, 2, 1) for x in (query, key, value)]
+        return exchange(attend(*heads, *others), 1, 2)
+
+    return call
 
 
 def map_over_cores(

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -80,10 +80,16 @@ def find_reasons(
         length = next(n for n in lengths if n % LANES or not n)
         yield f"a length of {length}, not a multiple of {LANES}"
         return
-    if query.shape[2] % cores or key.shape[2] % cores:
+    if not can_share_heads(cores, query, key):
         yield f"heads that {cores} cores cannot share evenly"
     elif mask is not None:
         yield from _find_in_mask(mask.shape, query, key, cores)
+
+
+def can_share_heads(cores: int, query: Array, key: Array) -> bool:
+    """Returns whether cores can share heads evenly, each with its keys."""
+    heads, kv_heads = query.shape[2], key.shape[2]
+    return not (heads % cores or (kv_heads % cores and cores % kv_heads))
 
 
 def _find_in_mask(
@@ -181,6 +187,7 @@ def _make_kernel(
         mask = masks.FullMask(shape)
     else:
         mask = masks.LocalMask(shape, (left, right), offset=0)
+        mask.mask_function = _compute_once(mask.mask_function, left, right)
     kernel = kernels.make_splash_mha(
         masks.MultiHeadMask([mask] * heads),
         head_shards=1,
@@ -190,6 +197,33 @@ def _make_kernel(
     )
     # As arrays of JAX, these constants would belong to the current devices.
     return jax.tree.map(np.asarray, kernel)
+
+
+def _compute_once(
+    compute: Callable[..., Any], left: int | None, right: int | None
+) -> Callable[..., Any]:
+    """Wraps a mask's function so that equal blocks are computed once.
+
+    A long mask has many blocks: 131,072 tokens have 65,536. Most are all true
+    or all false.
+    """
+
+    @functools.cache
+    def compute_block(distance: int, queries: int, keys: int) -> np.ndarray:
+        return compute(
+            np.arange(queries)[:, None], distance + np.arange(keys)[None]
+        )
+
+    def compute_mask(queries: Any, keys: Any) -> Any:
+        if not isinstance(queries, np.ndarray):
+            return compute(queries, keys)
+        limits = [n for n in (right, left and -left) if n is not None]
+        distance = int(keys[0, 0] - queries[0, 0])
+        distance = min(distance, max(limits) + queries.shape[0])
+        distance = max(distance, min(limits) - keys.shape[1])
+        return compute_block(distance, queries.shape[0], keys.shape[1])
+
+    return compute_mask
 
 
 def _attend_by_scores(

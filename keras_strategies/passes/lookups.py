@@ -132,9 +132,10 @@ def _find_columns(
     if spec.dim in indexed or spec.dim in collapsed or batching:
         return None
     ids = math.prod(indices.aval.shape[:-1])
+    here = -(-ids // spec.token_parts)
     item = table.aval.dtype.itemsize
     row_bytes = rows.aval.size // max(ids, 1) * item
-    if not sends_less(ids, row_bytes, table.aval.size * item, spec.count):
+    if not sends_less(here, row_bytes, table.aval.size * item, spec.count):
         return None
     return offsets[_list_slice_dims(table, collapsed).index(spec.dim)]
 

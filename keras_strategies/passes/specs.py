@@ -44,11 +44,14 @@ class Sharded:
       dim: The dimension of the value that is sharded over the replicas.
       sum_dtype: The dtype in which values (gradients) are summed over the
         replicas. None for the dtype of the value.
+      token_parts: The number of cores that share the tokens of a replica's
+        sequences.
     """
 
     sharding: NamedSharding
     dim: int
     sum_dtype: str | None = None
+    token_parts: int = 1
 
     @property
     def spec(self) -> PartitionSpec:
@@ -126,14 +129,14 @@ def slice_spec(spec: Sharded) -> Sharded:
     """Returns the spec of a sharded value's slices along dimension 0."""
     sharding = spec.sharding
     sliced = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    return Sharded(sliced, spec.dim - 1, spec.sum_dtype)
+    return dataclasses.replace(spec, sharding=sliced, dim=spec.dim - 1)
 
 
 def stacked_spec(spec: Sharded) -> Sharded:
     """Returns the spec of values of a spec that are stacked."""
     sharding = spec.sharding
     stacked = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
-    return Sharded(stacked, spec.dim + 1, spec.sum_dtype)
+    return dataclasses.replace(spec, sharding=stacked, dim=spec.dim + 1)
 
 
 def _stack(values: Sequence[Array]) -> Array:

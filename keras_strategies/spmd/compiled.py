@@ -4,18 +4,34 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import re
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from keras_strategies.gpu.topology_devices import complete_options
-from keras_strategies.passes.hlo import COLLECTIVES, list_collectives, parse
+from keras_strategies.passes.hlo import (
+    COLLECTIVES,
+    Instruction,
+    find_collective,
+    list_collectives,
+    parse,
+)
 from keras_strategies.spmd.dispatch import choosing_cached
 from keras_strategies.spmd.mesh import ReplicaMesh
 
 BYTES_PER_MB = 1e6
+_WRAPPED = re.compile(r"^(?:jvp|transpose|vmap)\((.*)\)$")
+_NO_LAYER = re.compile(
+    r"^(?:jit\(.*|pjit|shard_map|while|body|cond|branch_\d+_fun|closed_call|"
+    r"checkpoint|remat2?|rematted_computation|custom_[jv][vj]p_call\w*|)$"
+)
+_MAX_LENGTH = 80
+_ACTIVATION = re.compile(r"\(*b?f\d+\[\d+,\d+,\d")
+"""Matches the shape of floats with at least three dimensions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,6 +277,8 @@ def compile_program(
             executable = lowered.compile(
                 compiler_options=complete_options(options, mesh.devices)
             )
+    if mesh.context_parallel:
+        _warn_of_gathered_tokens(executable.as_text(), mesh.cores_per_replica)
     return CompiledProgram(
         name=name,
         num_replicas=mesh.num_replicas,
@@ -269,6 +287,55 @@ def compile_program(
         compile_seconds=time.perf_counter() - middle,
         executable=executable,
     )
+
+
+def describe_source(instruction: Instruction) -> str:
+    """Returns a text such as "gather in random_rotation"."""
+    parts = instruction.source.split("/")
+    for k, part in enumerate(parts):
+        while match := _WRAPPED.match(part):
+            part = match[1]
+        parts[k] = part
+    operation = parts[-1] or instruction.opcode
+    layers = [part for part in parts[:-1] if not _NO_LAYER.match(part)]
+    where = "/".join(layers)[:_MAX_LENGTH] or "the step"
+    return f"{operation[:_MAX_LENGTH]} in {where}"
+
+
+def _warn_of_gathered_tokens(text: str, cores: int) -> None:
+    """Warns of layers for which a core receives the tokens of all cores.
+
+    Attention needs them. Ids and masks are small.
+
+    Args:
+      text: The text of a compiled program.
+      cores: The number of cores of a replica, which share its sequences.
+    """
+    layers: dict[str, float] = {}
+    for computation in parse(text).computations.values():
+        for x in computation.instructions:
+            is_float = _ACTIVATION.match(x.result) is not None
+            if not is_float or "attention" in x.source:
+                continue
+            for collective in find_collective(computation, x):
+                replicas = {k // cores for k in (collective.groups or [[]])[0]}
+                if collective.kind == "all-gather" and len(replicas) == 1:
+                    layers[describe_source(x)] = collective.size
+    if layers:
+        shown = ", ".join(
+            f"{layer} ({size / BYTES_PER_MB:.3g} MB)"
+            for layer, size in sorted(layers.items(), key=lambda p: -p[1])[:5]
+        )
+        warnings.warn(
+            "Layers outside of attention should compute each token by itself "
+            "if the cores of a replica share its sequences "
+            "(`context_parallel`). Received: a program in which each core "
+            f"receives the tokens of all cores for {shown}. Replace these "
+            "layers, or expect the memory of whole sequences there "
+            "(docs/large_models.md).",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 @contextlib.contextmanager

@@ -38,6 +38,8 @@ class ReplicaMesh:
       cores_per_replica: Number of devices of each replica.
       model_axis: Name of the mesh axis of a replica's cores. Used only if
         replicas have several cores.
+      context_parallel: Whether a replica's cores share its sequences, each a
+        part of the tokens; see `TPUStrategy`.
       shards: If the strategy has a `variable_partitioner`: the number of
         consecutive replicas over which variables are sharded. None for all
         replicas.
@@ -69,6 +71,7 @@ class ReplicaMesh:
     axis: str = "replica"
     cores_per_replica: int = 1
     model_axis: str = "model"
+    context_parallel: bool = False
     shards: int | None = None
     reduce_dtype: str | None = None
     marker: str | None = None

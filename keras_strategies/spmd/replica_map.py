@@ -13,17 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_strategies._types import Array, Tree
 from keras_strategies.passes import replay, stages
 from keras_strategies.passes.constrained_operations import constrain_function
 from keras_strategies.passes.lockstep import Turn
-from keras_strategies.passes.specs import Axis, Sharded
+from keras_strategies.passes.specs import Axis
 from keras_strategies.spmd.buffers import Buffering, sum_arrays
-from keras_strategies.spmd.dispatch import keep_out_of_cache
 from keras_strategies.spmd.mesh import ReplicaMesh
-from keras_strategies.spmd.scatter_blocks import find_block
 
 
 def replica_map(
@@ -62,7 +60,7 @@ def core_map(
     *,
     in_specs: Tree,
     out_specs: Tree,
-    is_global: bool,
+    is_global: bool = False,
 ) -> Callable[..., Tree]:
     """Maps `fn` over the cores of a replica, because XLA cannot partition it.
 
@@ -88,130 +86,27 @@ def core_map(
     )
 
 
-class ShardExchange:
-    """The collectives that gather and scatter sharded values.
+def split_tokens(values: Tree, mesh: ReplicaMesh) -> Tree:
+    """Shards arrays over a replica's cores along dimension 1, the tokens.
 
-    See `sharded_values`. If replicas have several cores, each core sends only
-    its own part of the array. Without this, XLA would first gather the array
-    over the cores and then send replicated arrays.
-
-    Args:
-      mesh: The replicas.
+    Arrays without that dimension, or whose tokens the cores cannot share
+    evenly, are returned as they are, and so are all if cores share no sequence.
     """
+    if not mesh.context_parallel or mesh.cores_per_replica == 1:
+        return values
+    is_mapped = bool(jax.sharding.get_abstract_mesh().axis_names)
 
-    def __init__(self, mesh: ReplicaMesh) -> None:
-        self._mesh = mesh
-
-    def gather(self, shard: jax.Array, spec: Sharded) -> jax.Array:
-        """Gathers a value from the replicas' shards."""
-        axis = self._mesh.axis
-
-        def gather(part: jax.Array) -> jax.Array:
-            return jax.lax.all_gather(part, axis, axis=spec.dim, tiled=True)
-
-        return self._by_core(gather, spec)(shard)
-
-    def scatter(self, value: jax.Array, spec: Sharded) -> jax.Array:
-        """Returns this replica's shard of the sum of the replicas' values."""
-
-        def scatter(part: jax.Array) -> jax.Array:
-            sent = part.astype(spec.sum_dtype or part.dtype)
-            shard = self._sum_groups(self._scatter_in_group(sent, spec))
-            return shard.astype(part.dtype)
-
-        return self._by_core(scatter, spec)(value)
-
-    def gather_ids(self, ids: jax.Array) -> jax.Array:
-        """Returns the ids of all replicas that share a table's columns."""
-
-        def gather(ids: jax.Array) -> jax.Array:
-            return jax.lax.all_gather(ids, self._mesh.axis)
-
-        return self._by_core(gather, None)(ids)
-
-    def swap(self, value: jax.Array, split: int, stack: int) -> jax.Array:
-        """Sends slice i along dimension `split` to the i-th replica."""
-
-        def swap(value: jax.Array) -> jax.Array:
-            # The first dimension is split and stacked, so that XLA chooses when
-            # to transpose.
-            first = jnp.moveaxis(value, split, 0)
-            received = jax.lax.all_to_all(first, self._mesh.axis, 0, 0)
-            return jnp.moveaxis(received, 0, stack)
-
-        return self._by_core(swap, None)(value)
-
-    def sum_shards(self, shard: jax.Array, spec: Sharded) -> jax.Array:
-        """Returns the sum of a shard over the groups of replicas."""
-
-        def add_up(part: jax.Array) -> jax.Array:
-            sent = part.astype(spec.sum_dtype or part.dtype)
-            return self._sum_groups(sent).astype(part.dtype)
-
-        return self._by_core(add_up, spec)(shard)
-
-    def _sum_groups(self, value: jax.Array) -> jax.Array:
-        groups = self._mesh.replica_axes[:-1]
-        return jax.lax.psum(value, groups) if groups else value
-
-    def _scatter_in_group(self, value: jax.Array, spec: Sharded) -> jax.Array:
-        mesh, dim = self._mesh, spec.dim
-        if mesh.platform == "cpu" and mesh.num_processes > 1:
-            # Between processes, reduce-scatters on CPUs may return wrong sums,
-            # and give up after 30 seconds (docs/upstream.md).
-            return self.cut(jax.lax.psum(value, mesh.axis), spec)
-        count = jax.lax.axis_size(mesh.axis)
-        block = None
-        if mesh.platform == "tpu":
-            block = find_block(value.shape, dim, count)
-        if block is None:
-            return jax.lax.psum_scatter(
-                value, mesh.axis, scatter_dimension=dim, tiled=True
-            )
-        rows, columns = value.shape[0] // count, value.shape[1]
-        value = value.reshape(count, rows, columns)
-        if block != (rows, columns):
-            more = block[0] - rows, block[1] - columns
-            value = jnp.pad(value, [(0, 0), *((0, n) for n in more)])
-        shard = jax.lax.psum_scatter(
-            value, mesh.axis, scatter_dimension=dim, tiled=False
+    def split(array: Array) -> Array:
+        if array.ndim < 2 or array.shape[1] % mesh.cores_per_replica:
+            return array
+        dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * array.ndim
+        dims[1] = mesh.model_axis
+        spec = PartitionSpec(*dims)
+        return jax.lax.with_sharding_constraint(
+            array, spec if is_mapped else NamedSharding(mesh.mesh, spec)
         )
-        return shard[:rows, :columns]
 
-    def cut(self, value: jax.Array, spec: Sharded) -> jax.Array:
-        """Returns this replica's shard of a replicated value."""
-        size = value.shape[spec.dim] // jax.lax.axis_size(self._mesh.axis)
-        start = jax.lax.axis_index(self._mesh.axis) * size
-        return jax.lax.dynamic_slice_in_dim(value, start, size, spec.dim)
-
-    def note_loop(self) -> None:
-        """Keeps a program out of JAX's cache on disk, on CPU devices."""
-        keep_out_of_cache(self._mesh)
-
-    def _by_core(
-        self, fn: Callable[[jax.Array], jax.Array], spec: Sharded | None
-    ) -> Callable[[jax.Array], jax.Array]:
-        """Maps a function over a replica's cores and their parts of an array.
-
-        Args:
-          fn: A function that works entry by entry along the dimension that is
-            sharded over the cores.
-          spec: The spec of the array; None if each core has all of it.
-        """
-        if self._mesh.cores_per_replica == 1:
-            return fn
-        model = self._mesh.model_axis
-        axes: list[str | None] = []
-        if spec is not None:
-            axes = [a if a == model else None for a in spec.sharding.spec]
-        cores = PartitionSpec(*axes)
-        return jax.shard_map(
-            fn,
-            axis_names={model},
-            in_specs=cores,
-            out_specs=cores,
-            check_vma=False,
-        )
+    return jax.tree.map(split, values)
 
 
 def replicated_spec() -> PartitionSpec:

@@ -37,7 +37,6 @@ from keras_strategies.passes.stages import (
 from keras_strategies.spmd.buffers import choose_buffering
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import (
-    ShardExchange,
     add_dim,
     all_max,
     all_sum,
@@ -45,6 +44,7 @@ from keras_strategies.spmd.replica_map import (
     replicated_spec,
     split_spec,
 )
+from keras_strategies.spmd.shard_exchange import ShardExchange
 
 
 def sharded_map(

@@ -21,6 +21,7 @@ from keras_strategies.kernels.scanned_blocks import scanning_blocks
 from keras_strategies.passes.replay import separate_trace
 from keras_strategies.passes.traces import is_tracing
 from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.spmd.replica_map import split_tokens
 
 
 class ModelCall:
@@ -105,6 +106,7 @@ class ModelCall:
 
     def _call(self, state: Sequence[Group], data: Batch) -> tuple[Any, Any]:
         self._forget_loss_ids()
+        data = split_tokens(data, self._mesh)
         results, new = self.step(tuple(map(list, state)), data)
         return results, ((state[0], new) if self._is_predict else new)
 

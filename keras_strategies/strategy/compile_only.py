@@ -1,5 +1,6 @@
 """Strategies over absent TPUs and GPUs, for ahead-of-time compilation."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -48,6 +49,7 @@ class CompileOnlyStrategy(Strategy):
         num_slices: int = 1,
         computation_shape: Sequence[int] | None = None,
         layout_map: Mapping[str, Any] | None = None,
+        context_parallel: bool = False,
         variable_partitioner: PartitionerLike | None = None,
     ) -> Self:
         """Makes a strategy that can only compile, for named TPUs or GPUs.
@@ -72,6 +74,7 @@ class CompileOnlyStrategy(Strategy):
             Together, the replicas use all cores of the slice. For GPUs, x is
             the position of a GPU among all GPUs.
           layout_map: See `TPUStrategy`.
+          context_parallel: See `TPUStrategy`.
           variable_partitioner: See `TPUStrategy`.
 
         Raises:
@@ -103,7 +106,7 @@ class CompileOnlyStrategy(Strategy):
         strategy._resolver = None
         Strategy.__init__(
             strategy,
-            mesh,
+            dataclasses.replace(mesh, context_parallel=context_parallel),
             layout_map=layout_map,
             variable_partitioner=variable_partitioner,
         )

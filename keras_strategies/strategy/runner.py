@@ -32,7 +32,7 @@ from keras_strategies.spmd import values
 from keras_strategies.spmd.host_arrays import from_tensor
 from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh, has_sharding
-from keras_strategies.spmd.replica_map import drop_dim
+from keras_strategies.spmd.replica_map import drop_dim, split_tokens
 from keras_strategies.step.ragged.variants import Variant
 from keras_strategies.strategy import current
 from keras_strategies.strategy.replica_context import make_replica_scope
@@ -211,8 +211,10 @@ class Runner:
         return values.STACKED, values.stack_replicas(equal, self._mesh), sizes
 
     def _drop_dim(self, kind: tuple[Any, ...], array: Any) -> Any:
-        is_stacked = kind[0] == values.STACKED
-        return drop_dim(array, self._mesh) if is_stacked else array
+        if kind[0] == values.STACKED:
+            array = drop_dim(array, self._mesh)
+        has_rows = kind[0] in (values.STACKED, values.ROWS)
+        return split_tokens(array, self._mesh) if has_rows else array
 
     def _make_program(
         self, call: "_Call", arguments: list[_Argument]

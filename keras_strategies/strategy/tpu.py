@@ -1,5 +1,6 @@
 """`TPUStrategy`: each replica runs on one TPU core or on several."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,10 @@ class TPUStrategy(CompileOnlyStrategy):
         `ks.experimental.transformer_layout` makes a map. Variables that no key
         matches are replicated on every core. Not in tf, where
         `experimental_split_to_logical_devices` splits tensors.
+      context_parallel: Whether the cores of a replica share its sequences, for
+        long contexts: each core computes a part of the tokens, and in attention
+        a part of the heads. Variables are replicated on the cores. Not together
+        with `layout_map`. Not in tf.
       variable_partitioner: Chooses which variables the replicas shard:
         `ks.experimental.FullySharded()`, `ks.experimental.SlotsOnly()`, or a
         function. The function receives a variable's path, shape and dtype, and
@@ -79,6 +84,7 @@ class TPUStrategy(CompileOnlyStrategy):
         device_assignment: Assignments | None = None,
         *,
         layout_map: Mapping[str, Any] | None = None,
+        context_parallel: bool = False,
         variable_partitioner: PartitionerLike | None = None,
         experimental_device_assignment: Assignments | None = None,
         experimental_spmd_xla_partitioning: bool = True,
@@ -94,7 +100,7 @@ class TPUStrategy(CompileOnlyStrategy):
             variable_partitioner,
         )
         super().__init__(
-            mesh,
+            dataclasses.replace(mesh, context_parallel=context_parallel),
             layout_map=layout_map,
             variable_partitioner=variable_partitioner,
         )

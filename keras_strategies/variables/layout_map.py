@@ -31,8 +31,8 @@ class LayoutMap:
 
     Raises:
       TypeError: if `layout_map` is not a mapping.
-      ValueError: if a key is not a valid regular expression, or a layout
-        contains another axis, or the model axis twice.
+      ValueError: if a key is not a valid regular expression, a layout contains
+        another axis, or the model axis twice, or cores share sequences.
     """
 
     def __init__(self, mesh: ReplicaMesh, layout_map: object) -> None:
@@ -43,6 +43,14 @@ class LayoutMap:
                 "`layout_map` must map paths of variables to axes. Received: "
                 f"an object of type {type(layout_map).__name__}. Pass a dict "
                 f"such as {{'.*/kernel': (None, {mesh.model_axis!r})}}."
+            )
+        if mesh.context_parallel and layout_map:
+            raise ValueError(
+                "`layout_map` and `context_parallel` must not be passed "
+                "together, because a replica's cores share either its "
+                "variables or its sequences. Received: a layout map of "
+                f"{len(layout_map)} entries. Omit one of the two; "
+                "`variable_partitioner` shards variables over the replicas."
             )
         for key in layout_map:
             _check_key(key)

@@ -107,7 +107,8 @@ def any_sharded(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> bool:
 def _spec(sharding: NamedSharding, mesh: ReplicaMesh) -> Spec:
     for dim, axis in enumerate(sharding.spec):
         if axis == mesh.axis:
-            return Sharded(sharding, dim)
+            parts = mesh.cores_per_replica if mesh.context_parallel else 1
+            return Sharded(sharding, dim, token_parts=parts)
     return OverCores(sharding) if any(sharding.spec) else replicated_spec()
 
 

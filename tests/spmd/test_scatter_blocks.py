@@ -10,11 +10,11 @@ from keras_strategies.passes.specs import Sharded
 from keras_strategies.spmd import scatter_blocks
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import (
-    ShardExchange,
     replica_map,
     split_spec,
 )
 from keras_strategies.spmd.scatter_blocks import find_block
+from keras_strategies.spmd.shard_exchange import ShardExchange
 
 
 @pytest.mark.parametrize(

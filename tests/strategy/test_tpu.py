@@ -126,6 +126,11 @@ def test_an_assignment_makes_replicas_of_its_cores(make):
         ),
         ({"layout_map": {"a": None}}, ValueError, ["'a'", "None", "tuple"]),
         ({"layout_map": {"(": ("model",)}}, ValueError, ["'('", "regular"]),
+        (
+            {"layout_map": {"a": ("model",)}, "context_parallel": True},
+            ValueError,
+            ["`context_parallel`", "1 entries", "Omit one"],
+        ),
     ],
 )
 def test_wrong_arguments_are_named(arguments, kind, parts):

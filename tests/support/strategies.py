@@ -22,7 +22,11 @@ def make_strategy(name: str, layout_map: Any = None) -> ks.Strategy:
 
 
 def cores_strategy(
-    replicas: int, cores: int, layout_map: Any = None, partitioner: Any = None
+    replicas: int,
+    cores: int,
+    layout_map: Any = None,
+    partitioner: Any = None,
+    **options: Any,
 ) -> ks.Strategy:
     """Replicas of several cores."""
     topology = ks.tpu.experimental.Topology.from_devices(
@@ -35,6 +39,7 @@ def cores_strategy(
         device_assignment=assignment,
         layout_map=layout_map,
         variable_partitioner=partitioner,
+        **options,
     )
 
 

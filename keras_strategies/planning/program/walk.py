@@ -18,6 +18,7 @@ from keras_strategies.planning.program.links import find_ends, make_timer
 from keras_strategies.planning.program.work import Work, count_work, locate
 from keras_strategies.planning.seam import (
     chips,
+    compiled,
     hlo,
 )
 
@@ -38,12 +39,6 @@ _RESIDENT = 0.8
 """The share of on-chip memory that arrays may fill. At full effort, XLA places
 those of a loop's body there for all iterations. Measured up to 100 of 128 MiB.
 """
-_WRAPPED = re.compile(r"^(?:jvp|transpose|vmap)\((.*)\)$")
-_NO_LAYER = re.compile(
-    r"^(?:jit\(.*|pjit|shard_map|while|body|cond|branch_\d+_fun|closed_call|"
-    r"checkpoint|remat2?|rematted_computation|custom_[jv][vj]p_call\w*|)$"
-)
-_MAX_LENGTH = 80
 
 Totals = dict[tuple[str, str], float]
 """Sums by the name of a field of `Costs`, and by a kind or source; "" for
@@ -136,7 +131,9 @@ class Walk:
         if x.opcode.endswith("-start"):
             # It runs beside other instructions.
             costs["busy_seconds", ""] = 0.0
-        costs["top_operations", describe_source(x)] = costs["busy_seconds", ""]
+        costs["top_operations", compiled.describe_source(x)] = costs[
+            "busy_seconds", ""
+        ]
         return costs
 
     def _visit_loop(
@@ -153,7 +150,7 @@ class Walk:
         _add(totals, once, 1 if number is None else number)
         if number is None:
             busy = once.get(("busy_seconds", ""), 0.0)
-            totals["unknown_loops", describe_source(loop)] += busy
+            totals["unknown_loops", compiled.describe_source(loop)] += busy
         return totals
 
     def _count_works(self, computation: hlo.Computation) -> Mapping[str, Work]:
@@ -243,19 +240,6 @@ def measure(
         "latency_seconds": seconds if is_latency else 0.0,
     }
     return {(name, ""): number for name, number in costs.items()}
-
-
-def describe_source(instruction: hlo.Instruction) -> str:
-    """Returns a text such as "gather in random_rotation"."""
-    parts = instruction.source.split("/")
-    for k, part in enumerate(parts):
-        while match := _WRAPPED.match(part):
-            part = match[1]
-        parts[k] = part
-    operation = parts[-1] or instruction.opcode
-    layers = [part for part in parts[:-1] if not _NO_LAYER.match(part)]
-    where = "/".join(layers)[:_MAX_LENGTH] or "the step"
-    return f"{operation[:_MAX_LENGTH]} in {where}"
 
 
 def _add(totals: Totals, more: Totals, times: float) -> None:

@@ -358,6 +358,7 @@ def _make_heading(mesh: ReplicaMesh) -> Text:
     text = f"Mesh: {count} on axis {mesh.axis!r}"
     if cores > 1:
         text += f", each of {cores} cores on axis {mesh.model_axis!r}"
+        text += ", which share sequences" * mesh.context_parallel
     text += f", {', '.join(kinds)}"
     if mesh.num_processes > 1:
         text += f", {mesh.num_processes} processes"

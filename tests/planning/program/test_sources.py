@@ -3,7 +3,7 @@
 import pytest
 
 from keras_strategies.passes.hlo import Instruction
-from keras_strategies.planning.program.walk import describe_source
+from keras_strategies.spmd.compiled import describe_source
 
 pytestmark = pytest.mark.quick
 
