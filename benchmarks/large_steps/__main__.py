@@ -3,6 +3,7 @@
     ./run bench large_steps
     ./run bench large_steps recommender gemma --peers ours columns
     ./run bench large_steps lstm gru --full-effort
+    ./run bench large_steps words-llama  # needs keras-hub
 
 Compiled on a CPU machine, with libtpu, for a real TPU topology, one after the
 other: GB of arguments and temporaries of a chip, MB that it sends by the kind
@@ -25,9 +26,9 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.large_steps import loops, recommender, tables
+from benchmarks.large_steps import decoders, loops, recommender, tables
 
-CASES = tables.CASES | recommender.CASES | loops.CASES
+CASES = tables.CASES | recommender.CASES | loops.CASES | decoders.CASES
 
 
 def main():
