@@ -115,7 +115,7 @@ LOGIC_LINES = {
     "run": 729,
     "spmd": 1728,
     "step": 2546,
-    "strategy": 2173,
+    "strategy": 2175,
     "tape": 449,
     "testing": 156,
     "tpu": 1167,

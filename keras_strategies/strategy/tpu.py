@@ -99,8 +99,10 @@ class TPUStrategy(CompileOnlyStrategy):
             assignment,
             variable_partitioner,
         )
+        if context_parallel:
+            mesh = dataclasses.replace(mesh, context_parallel=True)
         super().__init__(
-            dataclasses.replace(mesh, context_parallel=context_parallel),
+            mesh,
             layout_map=layout_map,
             variable_partitioner=variable_partitioner,
         )

@@ -125,7 +125,9 @@ class Capture:
 
         Strategies over other devices are not changed.
         """
-        is_assigned = mesh is self._assigned
+        assigned = self._assigned
+        # A strategy may have made a copy of the mesh.
+        is_assigned = assigned is not None and mesh.devices is assigned.devices
         if mesh is not self._slice and not is_assigned:
             return mesh, layout_map, partitioner
         layout = self._layout

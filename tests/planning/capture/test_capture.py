@@ -395,6 +395,24 @@ def test_every_strategy_becomes_the_slices(tmp_path, strategy, monkeypatch):
     assert caught(tmp_path, text).step.mesh.num_replicas == 8
 
 
+def test_sequences_that_cores_share_are_planned_so(tmp_path):
+    strategy = """
+topology = ks.tpu.experimental.initialize_tpu_system()
+strategy = ks.TPUStrategy(
+    device_assignment=ks.tpu.experimental.DeviceAssignment.build(
+        topology, computation_shape=[4, 1, 1, 1], num_replicas=2
+    ),
+    context_parallel=True,
+    variable_partitioner=ks.experimental.FullySharded(),
+)
+"""
+    script = HEAD + strategy + MODEL + "model.fit(x, y)"
+    capture = caught(tmp_path, script)
+    mesh = capture.step.mesh
+    assert (mesh.num_replicas, mesh.context_parallel) == (2, True)
+    assert capture.layout == "sharded"
+
+
 def of_processes(directory):
     sys.argv = [
         "train.py",
