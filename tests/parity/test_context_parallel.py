@@ -107,7 +107,7 @@ def draw(name):
     return x, y, weights
 
 
-def train(strategy, name):
+def train(strategy, name, **options):
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = MODELS[name]()
@@ -115,6 +115,7 @@ def train(strategy, name):
             keras.optimizers.Adam(0.01, epsilon=0.01),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["sparse_categorical_accuracy"],
+            **options,
         )
     x, y, weights = draw(name)
     options = {"batch_size": BATCH, "verbose": 0}
@@ -147,6 +148,7 @@ STRATEGIES = {
     "2x2": (2, 2),
     "2x4": (2, 4),
     "1x8": (1, 8),
+    "3x2": (3, 2),
     "sharded 2x2": (2, 2, 2),
     "sharded 2x4": (2, 4, 2),
 }
@@ -181,6 +183,53 @@ def test_numbers_are_those_of_one_device(name, strategy):
     assert_replicated(model)
 
 
+@pytest.mark.slow
+def test_several_steps_in_one_execution():
+    found = train(make(2, 4), "llama", steps_per_execution=2)[1]
+    for name in ("evaluate", "predict", "weights"):
+        wanted = on_one_device("llama")[name]
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, atol=2e-5),
+            found[name],
+            wanted,
+        )
+
+
+@pytest.mark.slow
+def test_bfloat16():
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        found, wanted = (
+            train(strategy, "llama")[1]["evaluate"]
+            for strategy in (make(2, 4), ks.OneDeviceStrategy("cpu:0"))
+        )
+    finally:
+        keras.config.set_dtype_policy(policy)
+    np.testing.assert_allclose(found, wanted, atol=0.02)
+
+
+def test_functions_that_run_on_replicas():
+    strategy = make(2, 4)
+    values = np.arange(4 * LENGTH * 3).reshape(4, LENGTH, 3)
+    rows = strategy.experimental_distribute_values_from_function(
+        lambda context: values[2 * context.replica_id_in_sync_group :][:2]
+    )
+
+    def compute(x):
+        return jax.numpy.cumsum(x, axis=1)[:, ::-1]
+
+    for dtype in ("int32", "float32", "bfloat16"):
+        found = strategy.run(lambda x, d=dtype: compute(x.astype(d)), (rows,))
+        parts = strategy.experimental_local_results(found)
+        wanted = np.cumsum(values, axis=1)[:, ::-1]
+        np.testing.assert_allclose(
+            np.concatenate([np.asarray(p, "float32") for p in parts]),
+            wanted,
+            rtol=0.02 if dtype == "bfloat16" else 0,
+        )
+
+
 class Summed(layers.Layer):
     """A layer that mixes the tokens, outside of attention."""
 
@@ -208,6 +257,20 @@ def test_activations_are_divided_along_tokens():
         text = compile_on_cores(Block(), Block())
     assert f"[4,{LENGTH // 4},{WIDTH}]" in text
     assert f"[4,{LENGTH},{WIDTH}]" not in text
+
+
+def test_blocks_of_words_keep_the_tokens_divided():
+    strategy = make(2, 4, 2)
+    with strategy.scope(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = gemma()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss)
+        batch = jax.ShapeDtypeStruct((8, LENGTH), "int32")
+        text = strategy.compile_step(model, (batch, batch)).as_text()
+    assert f"[4,{LENGTH // 4},{WIDTH}]" in text
+    for shape in (f"4,{LENGTH},{WIDTH}", f"{4 * LENGTH},{WIDTH}"):
+        assert f"[{shape}]" not in text
 
 
 def test_layers_that_gather_tokens_are_named():
