@@ -196,7 +196,8 @@ class RunProgram:
             in_specs=(written, split, read, self._specs),
             out_specs=(split, split, replicated, replicated, new, replicated),
         )
-        program = output_shardings.constrain_run(program, self.written, mesh)
+        variables = self.written, self._read
+        program = output_shardings.constrain_run(program, *variables, mesh)
         self._program = jit_named(program, "run", donate_argnums=(0, 1))
 
     def lower(self, leaves: list[Any]) -> jax.stages.Lowered:

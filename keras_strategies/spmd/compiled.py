@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from keras_strategies.gpu.host_arguments import place_host_arguments
 from keras_strategies.gpu.topology_devices import complete_options
 from keras_strategies.passes.hlo import (
     COLLECTIVES,
@@ -119,7 +120,10 @@ def lower(program: jax.stages.Wrapped, *args: Any) -> jax.stages.Lowered:
             "such a layer outside of the `keras.RematScope`, or return the "
             "values from `call`."
         )
-    return traced.lower()
+    leaves = jax.tree.leaves(args)
+    placed = (getattr(leaf, "sharding", None) for leaf in leaves)
+    devices = next((s.device_set for s in placed if s is not None), ())
+    return place_host_arguments(traced.lower(), devices)
 
 
 def _measure_temporaries(executable: Any, memory: Any) -> int:
@@ -127,7 +131,7 @@ def _measure_temporaries(executable: Any, memory: Any) -> int:
 
     For TPUs, JAX's `temp_size_in_bytes` counts more than is allocated, mostly
     if the program has loops. What XLA compares with the device's memory is the
-    peak, which contains the arguments.
+    peak, which contains the arguments. JAX adds those on the host to it.
     """
     shardings = jax.tree.leaves(getattr(executable, "input_shardings", ()))
     platforms = {next(iter(s.device_set)).platform for s in shardings[:1]}
@@ -135,6 +139,7 @@ def _measure_temporaries(executable: Any, memory: Any) -> int:
         return memory.temp_size_in_bytes
     # In small programs, the peak is larger than the sum.
     peak = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
+    peak -= memory.host_argument_size_in_bytes
     return min(memory.temp_size_in_bytes, peak)
 
 

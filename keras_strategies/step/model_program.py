@@ -39,11 +39,14 @@ from keras_strategies.step.ragged_step import (
 from keras_strategies.step.record import StepTracer
 from keras_strategies.step.route import Form, Route
 from keras_strategies.step.router import Router
+from keras_strategies.step.state.host_slots import keep_slots_on_host
 from keras_strategies.step.state.layout import PLAIN, Layout, Step
 from keras_strategies.step.traced import call_on_global_batch, jit_named
+from keras_strategies.variables.host_memory import take_slots
 from keras_strategies.variables.shardings import (
     get_sharding,
     get_spec,
+    is_on_host,
 )
 
 _INDIVISIBLE = "the replicas cannot share the rows of its batch evenly"
@@ -113,7 +116,9 @@ class ModelProgram:
     def _make_programs(self) -> dict[Form, jax.stages.Wrapped]:
         """Makes the jitted program of each form; two also take a `RowShape`."""
         mesh, has_rows, name = self._mesh, self._returns_rows, self._name
-        is_sharded, has_cores = self._is_sharded, mesh.cores_per_replica > 1
+        has_cores = mesh.cores_per_replica > 1
+        on_host = (is_on_host(v) for group in self._variables for v in group)
+        is_placed = self._is_sharded or any(on_host)
 
         def constrain(
             body: Callable[..., Any],
@@ -121,7 +126,7 @@ class ModelProgram:
             *,
             is_even: bool = False,
         ) -> Callable[..., Any]:
-            if not (has_cores or (is_sharded and not has_rows)):
+            if not (has_cores or (is_placed and not has_rows)):
                 return body
 
             def run_constrained(*args: Any) -> Any:
@@ -129,7 +134,8 @@ class ModelProgram:
                 step = output_shardings.constrain_step(
                     body, written, read, results
                 )
-                return step(*args)
+                groups, _ = self._divide(self._variables)
+                return take_slots(step, groups, moved=not is_even)(*args)
 
             return run_constrained
 
@@ -161,7 +167,7 @@ class ModelProgram:
             Form.GLOBAL: jit_for_shape(
                 constrain(self._run_global_batch),
                 global_name,
-                out_shardings=None if is_sharded or has_cores else mesh.whole,
+                out_shardings=None if is_placed or has_cores else mesh.whole,
             ),
             Form.RAGGED: jit_for_shape(
                 ragged if has_rows else constrain(ragged), ragged_name
@@ -213,9 +219,9 @@ class ModelProgram:
                 in_specs=(*self._divide(self._specs), split_spec(mesh)),
                 out_specs=self._result_specs,
             )
-            body = layout.wrap_step(body, written)
+            body = keep_slots_on_host(layout.wrap_step(body, written))
             return self._scan_steps(body) if stacked else body
-        step = layout.wrap_step(step, written)
+        step = keep_slots_on_host(layout.wrap_step(step, written))
         body = self._scan_steps(step) if stacked else step
         replicated, new = replicated_spec(), layout.find_specs(written)
         split = split_spec(mesh, dim=int(stacked))

@@ -45,6 +45,7 @@ from keras_strategies.step.state.array_groups import (
 from keras_strategies.step.state.layout import OPTIMIZER, PLAIN, Layout
 from keras_strategies.step.train_program import StepProgram
 from keras_strategies.variables import model_variables
+from keras_strategies.variables.host_memory import to_device
 
 StepFunction = Callable[[Any, Iterator[Any]], tuple[Any, Any]]
 Program = Callable[[Any, Segment], Iterator[tuple[Any, Any]]]
@@ -303,6 +304,7 @@ class StepFunctionCache:
             state: Sequence[Any], segment: Segment
         ) -> Iterator[tuple[Any, Any]]:
             data = cut_padding(_replicate(segment.data, mesh), segment.shape)
+            state = list(map(to_device, state, variables))
             steps, done = segment.steps, []
             for batch in [data] if steps == 1 else unstack_steps(data, steps):
                 outputs, state = model_call.on_global_batch(

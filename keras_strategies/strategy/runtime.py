@@ -87,14 +87,15 @@ def _bind(
 
     Returns:
       The bound partitioner and a copy of the mesh with the partitioner's number
-      of shards. If all variables are replicated, None and the mesh with the
-      dtype of sums.
+      of shards. If all variables are replicated, the mesh has the dtype of
+      sums, and the partitioner is None unless slots are on the host.
     """
     if partitioner is None:
         return None, mesh
     if isinstance(partitioner, Replicated):
         # A single replica sends nothing.
         dtype = partitioner.reduce_dtype if mesh.num_replicas > 1 else None
-        return None, dataclasses.replace(mesh, shards=None, reduce_dtype=dtype)
+        bound = Partitioner(partitioner, mesh) if partitioner.offload else None
+        return bound, dataclasses.replace(mesh, shards=None, reduce_dtype=dtype)
     bound = Partitioner(partitioner, mesh)
     return bound, dataclasses.replace(mesh, shards=bound.shards)

@@ -345,7 +345,7 @@ class Strategy(CustomLoops, PlanMixin):
         partitioner = self._runtime.distribution.placements.partitioner
         divided = ""
         if partitioner is not None:
-            divided = f", {partitioner.name} over {partitioner.shards}"
+            divided = f", {partitioner.describe()}"
         return (
             f"<{type(self).__name__} of {mesh.num_replicas} replicas"
             f"{f' of {cores} cores' if cores > 1 else ''} on "

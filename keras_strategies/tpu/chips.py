@@ -42,6 +42,8 @@ class Chip:
       source: The web page that contains these values.
       other_flops: Peak rates for products in other dtypes, by their names. See
         `Product`. By default, they are those in bfloat16.
+      host_bandwidth: The bandwidth of PCIe to the host per direction, in bytes
+        per second: that of 16 lanes for a GPU; for a TPU, an assumed one.
       network_bandwidth: For a GPU, the bandwidth of the network between hosts,
         in bytes that each GPU sends per second. An assumption: the value is
         that of NVIDIA's machines.
@@ -68,6 +70,7 @@ class Chip:
     source: str
     other_flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
     network_bandwidth: float = 0.0
+    host_bandwidth: float = 16e9
     workspace_bytes: int = 0
     integer_ops: float = math.inf
     product_share: float = 1.0
@@ -139,6 +142,7 @@ def _make_gpu(
         # By default, XLA multiplies float32 arrays as TF32.
         other_flops={"f32": tf32, "f32 exact": exact, "f64": exact},
         network_bandwidth=network * 1e9,
+        host_bandwidth=32e9 if name == "a100" else 64e9,
         workspace_bytes=workspace * 2**20,
         # In four models on an H100 (benchmarks/gpu_run.py).
         product_share=0.65,

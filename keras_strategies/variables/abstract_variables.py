@@ -26,11 +26,11 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras_strategies._types import Array, Shape
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.spmd.identity import temporary_attribute
-from keras_strategies.variables.shardings import (
-    get_placement,
+from keras_strategies.variables.sharded_variable import (
     make_plain,
     make_sharded,
 )
+from keras_strategies.variables.shardings import get_placement
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike

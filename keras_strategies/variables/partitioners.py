@@ -8,15 +8,21 @@ References:
 """
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import keras
 
 from keras_strategies.cluster.checks import check_number
 from keras_strategies.spmd.mesh import (
     ReplicaMesh,
     standardize_reduce_dtype,
+)
+from keras_strategies.variables.partitioner_arguments import (
+    check_offload,
+    check_partitioner,
+    has_tf_signature,
 )
 
 MIN_SIZE = 2**14
@@ -54,10 +60,15 @@ class FullySharded:
       reduce_dtype: The float dtype in which gradients of sharded variables are
         sent and summed. "bfloat16" halves the bytes, but sums are rounded to
         its 8 significant bits. None for the dtype of the gradients.
+      offload: "optimizer" to store optimizer slots and accumulated gradients of
+        weights with at least `min_size` entries in the memory of the host. A
+        step moves them to the devices and back. None to store them on the
+        devices.
 
     Raises:
       TypeError, ValueError: if `shards` or `min_size` is not an integer of at
-        least 1, or `reduce_dtype` is not a float dtype.
+        least 1, `reduce_dtype` is not a float dtype, or `offload` is neither
+        "optimizer" nor None.
 
     Example:
       ```python
@@ -73,8 +84,10 @@ class FullySharded:
     shards: int | None = None
     min_size: int = MIN_SIZE
     reduce_dtype: str | None = None
+    offload: str | None = None
 
     def __post_init__(self) -> None:
+        check_offload(self.offload)
         fix = "Leave it out to shard over all replicas of a process."
         check_number("shards", self.shards, fix, minimum=1)
         fix = "Pass 1 to shard every variable that can be sharded."
@@ -96,6 +109,7 @@ class SlotsOnly(FullySharded):
       shards: See `FullySharded`.
       min_size: See `FullySharded`.
       reduce_dtype: See `FullySharded`.
+      offload: See `FullySharded`.
 
     Example:
       ```python
@@ -118,9 +132,12 @@ class Replicated:
     Args:
       reduce_dtype: The float dtype in which gradients are sent and summed; see
         `FullySharded`. Accumulated gradients are rounded when they are sent.
+      offload: "optimizer" to store optimizer slots in the memory of the host,
+        a copy for each device; see `FullySharded`.
 
     Raises:
-      ValueError: if `reduce_dtype` is not a float dtype.
+      ValueError: if `reduce_dtype` is not a float dtype, or `offload` is
+        neither "optimizer" nor None.
 
     Example:
       ```python
@@ -131,8 +148,10 @@ class Replicated:
     """
 
     reduce_dtype: str | None = None
+    offload: str | None = None
 
     def __post_init__(self) -> None:
+        check_offload(self.offload)
         dtype = standardize_reduce_dtype(self.reduce_dtype)
         object.__setattr__(self, "reduce_dtype", dtype)
 
@@ -158,6 +177,7 @@ class Partitioner:
     Attributes:
       shards: The number of replicas over which a variable is sharded.
       has_replicated_weights: Whether only gradients and slots are sharded.
+      offload: "optimizer" if the host stores optimizer slots, else None.
       sum_dtype: The dtype in which gradients are summed; None for the dtype of
         the gradients.
 
@@ -167,9 +187,10 @@ class Partitioner:
     """
 
     def __init__(self, partitioner: PartitionerLike, mesh: ReplicaMesh) -> None:
-        _check_partitioner(partitioner)
+        check_partitioner(partitioner, isinstance(partitioner, FullySharded))
         self._partitioner = partitioner
         self.has_replicated_weights = isinstance(partitioner, SlotsOnly)
+        self.offload: str | None = getattr(partitioner, "offload", None)
         shards = getattr(partitioner, "shards", None)
         self.sum_dtype: str | None = None
         if isinstance(partitioner, FullySharded):
@@ -187,7 +208,7 @@ class Partitioner:
                 "Pass a divisor of the number of replicas."
             )
         self._is_named = not isinstance(partitioner, FullySharded) and (
-            _has_tf_signature(partitioner)
+            has_tf_signature(partitioner)
         )
 
     def choose_dimension(
@@ -244,9 +265,23 @@ class Partitioner:
         return dim
 
     @property
+    def shards_any(self) -> bool:
+        """Whether it may shard any variable."""
+        return not isinstance(self._partitioner, Replicated)
+
+    def describe(self) -> str:
+        """Returns its name, with the number of shards."""
+        return self.name + (f" over {self.shards}" if self.shards_any else "")
+
+    def offloads(self, weight: keras.Variable) -> bool:
+        """Returns whether a weight's slots are in the memory of the host."""
+        min_size = getattr(self._partitioner, "min_size", MIN_SIZE)
+        return bool(self.offload) and math.prod(weight.shape) >= min_size
+
+    @property
     def is_function(self) -> bool:
         """Whether the partitioner is a user-defined function."""
-        return not isinstance(self._partitioner, FullySharded)
+        return not isinstance(self._partitioner, FullySharded | Replicated)
 
     @property
     def name(self) -> str:
@@ -255,8 +290,11 @@ class Partitioner:
         if isinstance(partitioner, FullySharded):
             dtype = self.sum_dtype
             rest = f", reduce_dtype={dtype!r}" if dtype else ""
+            rest += f", offload={self.offload!r}" if self.offload else ""
             size = f"min_size={partitioner.min_size:,}"
             return f"{type(partitioner).__name__}({size}{rest})"
+        if isinstance(partitioner, Replicated):
+            return f"Replicated(offload={self.offload!r})"
         return getattr(partitioner, "__name__", type(partitioner).__name__)
 
     def explain_replicated(
@@ -273,7 +311,7 @@ class Partitioner:
           scalar, and for a variable that is sharded.
         """
         partitioner = self._partitioner
-        if not shape:
+        if not shape or isinstance(partitioner, Replicated):
             return None
         if self.shards == 1:
             return "1 shard", "Each group has only one replica."
@@ -343,56 +381,3 @@ class Partitioner:
                 "such a dimension, or None to replicate the variable."
             )
         return int(dim)
-
-
-def _check_partitioner(partitioner: object) -> None:
-    if not callable(partitioner) and not isinstance(partitioner, FullySharded):
-        raise TypeError(
-            "`variable_partitioner` must be a partitioner or a function. "
-            f"Received: {partitioner!r} of type {type(partitioner).__name__}. "
-            "Pass `ks.experimental.FullySharded()`, `SlotsOnly()`, "
-            "`Replicated('bfloat16')`, or a function of a variable's path, "
-            "shape and dtype that returns a dimension or None."
-        )
-    cls = partitioner if isinstance(partitioner, type) else type(partitioner)
-    if cls.__module__.startswith("tensorflow"):
-        raise TypeError(
-            "`variable_partitioner` must be a `ks.experimental` partitioner. "
-            f"Received: TensorFlow's {cls.__name__}, which chooses a number of "
-            "shards for parameter servers. Pass "
-            "`ks.experimental.FullySharded()`. Its `min_size` is a number of "
-            "entries, not of bytes."
-        )
-    if cls is partitioner:
-        raise TypeError(
-            "`variable_partitioner` must be an object or a function. "
-            f"Received: the class {cls.__name__}. Add parentheses to create an "
-            f"object: `{cls.__name__}()`."
-        )
-
-
-def _has_tf_signature(partitioner: Callable[..., Any]) -> bool:
-    """Returns whether a function takes only `shape` and `dtype`, as in tf.
-
-    Raises:
-      TypeError: if the function accepts neither (shape, dtype) nor (path,
-        shape, dtype).
-    """
-    try:
-        signature = inspect.signature(partitioner)
-    except ValueError:
-        return False
-    try:
-        signature.bind("path", (1,), "float32")
-        return False
-    except TypeError:
-        pass
-    try:
-        signature.bind(shape=(1,), dtype="float32")
-    except TypeError as error:
-        raise TypeError(
-            "`variable_partitioner` must accept a variable's path, shape and "
-            f"dtype. Received: {partitioner!r} with the arguments {signature}. "
-            "Define the function as `def partitioner(path, shape, dtype)`."
-        ) from error
-    return True

@@ -8,37 +8,33 @@ along another dimension.
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
-import numpy as np
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
-from keras.src.backend.common.stateless_scope import in_stateless_scope
 
-from keras_strategies._types import Array
 from keras_strategies.cluster.exchange import same_variables
 from keras_strategies.passes.specs import OverCores, Sharded, Spec
-from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import replicated_spec
-from keras_strategies.spmd.values import local_shards
-from keras_strategies.variables.initial_values import (
-    name_initializer,
-    note_existing,
-    place,
-)
+from keras_strategies.variables.initial_values import note_existing
 from keras_strategies.variables.layout_map import Axes, LayoutMap
 from keras_strategies.variables.partitioners import Dimension, Partitioner
+from keras_strategies.variables.sharded_variable import (
+    PLACEMENT,
+    make_plain,
+    make_sharded,
+)
 
-_PLACEMENT = "_ks_placement"
 _UPDATED_REPLICATED = "_ks_updated_replicated"
 # The mesh whose partitioner has already chosen the variable's dimension.
 _ASKED = "_ks_asked_by"
 # The state of a `keras.random.SeedGenerator`.
 _SEED = "seed_generator_state"
 _MAX_ERROR = 200
+_HOST = "pinned_host"
+"""JAX's name of the memory of the host that devices can read."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,24 +48,29 @@ class Placement:
         summed gradient.
       sum_dtype: The dtype in which the gradients are summed; None for the dtype
         of the gradients.
+      has_host_slots: Whether the variable's slots are on the host.
+      is_on_host: Whether the variable is on the host. JAX drops the kind of
+        memory from shardings over GPUs that are absent.
     """
 
     mesh: ReplicaMesh
     sharding: NamedSharding
     slot_sharding: NamedSharding
     sum_dtype: str | None = None
+    has_host_slots: bool = False
+    is_on_host: bool = False
 
 
 def get_placement(variable: keras.Variable) -> Placement | None:
     """Returns a variable's placement, or None if it is replicated."""
-    return getattr(variable, _PLACEMENT, None)
+    return getattr(variable, PLACEMENT, None)
 
 
 def forget_placement(variable: keras.Variable) -> None:
     """Makes `get_sharding` treat a variable as replicated again."""
     variable.__dict__.pop(_ASKED, None)
-    if hasattr(variable, _PLACEMENT):
-        delattr(variable, _PLACEMENT)
+    if hasattr(variable, PLACEMENT):
+        delattr(variable, PLACEMENT)
         variable.__dict__.pop(_UPDATED_REPLICATED, None)
         make_plain(variable)
 
@@ -85,6 +86,19 @@ def get_sharding(variable: keras.Variable, mesh: ReplicaMesh) -> NamedSharding:
 def get_spec(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
     """Returns a variable's sharding in a function mapped over the replicas."""
     return _spec(get_sharding(variable, mesh), mesh)
+
+
+def is_on_host(variable: keras.Variable) -> bool:
+    """Returns whether a variable is stored in the memory of the host."""
+    placement = get_placement(variable)
+    return placement is not None and placement.is_on_host
+
+
+def on_device(sharding: NamedSharding) -> NamedSharding:
+    """Returns the same sharding in the memory of the devices."""
+    if sharding.memory_kind != _HOST:
+        return sharding
+    return NamedSharding(sharding.mesh, sharding.spec)
 
 
 def get_gradient_spec(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
@@ -105,6 +119,7 @@ def any_sharded(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> bool:
 
 
 def _spec(sharding: NamedSharding, mesh: ReplicaMesh) -> Spec:
+    sharding = on_device(sharding)
     for dim, axis in enumerate(sharding.spec):
         if axis == mesh.axis:
             parts = mesh.cores_per_replica if mesh.context_parallel else 1
@@ -158,7 +173,7 @@ class Placements:
             mesh, {} if layout_map is None else layout_map
         )
         self._is_compared = False
-        self._shardings: dict[Axes, NamedSharding] = {}
+        self._shardings: dict[tuple[Axes, bool], NamedSharding] = {}
 
     def replace_layout_map(
         self,
@@ -190,8 +205,7 @@ class Placements:
         over_cores = list(map(self.layout_map.find_axes, new))
         dims = self._choose_dimensions(new, over_cores)
         for variable, axes, dim in zip(new, over_cores, dims, strict=True):
-            if dim is not None or any(axes):
-                self._place(variable, axes, dim)
+            self._place(variable, axes, dim)
         shard_slots_by_names(variables, self._mesh)
 
     def _place(
@@ -199,6 +213,9 @@ class Placements:
     ) -> None:
         """Shards a variable over cores, and along `dim` over the replicas."""
         partitioner, slot_sharding = self.partitioner, axes
+        offloads = partitioner is not None and partitioner.offloads(variable)
+        if dim is None and not any(axes) and not offloads:
+            return
         if dim is not None:
             slot_sharding = _strip_trailing(
                 (*axes[:dim], self._mesh.axis, *axes[dim + 1 :])
@@ -207,20 +224,23 @@ class Placements:
         placement = Placement(
             mesh=self._mesh,
             sharding=self._sharding(axes if is_replicated else slot_sharding),
-            slot_sharding=self._sharding(slot_sharding),
+            slot_sharding=self._sharding(slot_sharding, on_host=offloads),
             sum_dtype=partitioner.sum_dtype if partitioner else None,
+            has_host_slots=offloads,
         )
-        setattr(variable, _PLACEMENT, placement)
+        setattr(variable, PLACEMENT, placement)
         make_sharded(variable)
 
-    def _sharding(self, axes: Axes) -> NamedSharding:
-        if not any(axes):
+    def _sharding(self, axes: Axes, *, on_host: bool = False) -> NamedSharding:
+        if not any(axes) and not on_host:
             return self._mesh.whole
-        if axes not in self._shardings:
-            self._shardings[axes] = NamedSharding(
-                self._mesh.mesh, PartitionSpec(*axes)
+        key = axes if any(axes) else (), on_host
+        if key not in self._shardings:
+            kind, spec = _HOST if on_host else None, PartitionSpec(*key[0])
+            self._shardings[key] = NamedSharding(
+                self._mesh.mesh, spec, memory_kind=kind
             )
-        return self._shardings[axes]
+        return self._shardings[key]
 
     def _choose_dimensions(
         self, variables: list[keras.Variable], over_cores: list[Axes]
@@ -289,9 +309,11 @@ def shard_like(slot: keras.Variable, weight: keras.Variable) -> None:
     placement = get_placement(weight)
     if placement is not None and tuple(slot.shape) == tuple(weight.shape):
         slot_placement = dataclasses.replace(
-            placement, sharding=placement.slot_sharding
+            placement,
+            sharding=placement.slot_sharding,
+            is_on_host=placement.has_host_slots,
         )
-        setattr(slot, _PLACEMENT, slot_placement)
+        setattr(slot, PLACEMENT, slot_placement)
         make_sharded(slot)
 
 
@@ -306,13 +328,16 @@ def shard_slots_by_names(
       mesh: The mesh of the replicas.
     """
     variables = list(variables)
-    slot_axes: dict[str, tuple[keras.Variable, set[Any]]] = {}
+    weights: dict[str, tuple[keras.Variable, set[Any]]] = {}
     for weight in variables:
         placement = get_placement(weight)
         if placement is not None and placement.mesh is mesh:
             prefix = weight.path.replace("/", "_") + "_"
-            slot_axes[prefix] = weight, set(placement.slot_sharding.spec)
-    if not slot_axes:
+            weights[prefix] = (
+                weight,
+                _list_axes(placement.slot_sharding, placement.has_host_slots),
+            )
+    if not weights:
         return
     for slot in variables:
         # A slot is named after its weight's path ("dense_kernel_momentum"),
@@ -320,65 +345,12 @@ def shard_slots_by_names(
         # tried.
         ends = (i + 1 for i, letter in enumerate(slot.name) if letter == "_")
         for end in ends:
-            weight, axes = slot_axes.get(slot.name[:end], (slot, set()))
-            # A slot that is already sharded over these axes stays as it is.
-            if axes - set(get_sharding(slot, mesh).spec) - {None}:
+            weight, axes = weights.get(slot.name[:end], (slot, set()))
+            # A slot that is already placed like this stays as it is.
+            if axes - _list_axes(get_sharding(slot, mesh), is_on_host(slot)):
                 shard_like(slot, weight)
 
 
-if TYPE_CHECKING:
-    from numpy.typing import DTypeLike
-
-
-class ShardedVariable(keras.Variable):
-    """A variable whose value is sharded; see `make_sharded`."""
-
-    def __array__(self, dtype: "DTypeLike | None" = None) -> np.ndarray:
-        """Returns the full value. Collective if no process has all shards."""
-        value = self.value
-        if not isinstance(value, jax.Array) or isinstance(value, Tracer):
-            return super().__array__(dtype)
-        mesh: ReplicaMesh = getattr(self, _PLACEMENT).mesh
-        return np.asarray(_gather(value, mesh), dtype)
-
-    def assign(self, value: Any) -> Array:
-        """Assigns a value. Collective if no process has all shards.
-
-        Of an array on the host, each device gets its shard only.
-        """
-        is_host = isinstance(value, np.ndarray) and value.shape == self.shape
-        if is_host and self._layout is not None and not in_stateless_scope():
-            mesh: ReplicaMesh = getattr(self, _PLACEMENT).mesh
-            full = value.astype(jax.numpy.dtype(self._dtype), copy=False)
-            if mesh.num_processes > 1:
-                note_existing(mesh, self, name_initializer(full))
-                same_variables.compare(mesh.processes)
-            # Frees the old shards before the new ones are stored.
-            self._value = None
-            value = place(full, self._layout)
-        return super().assign(value)
-
-
-def make_sharded(variable: keras.Variable) -> None:
-    """Makes a variable that has a placement readable as one NumPy array."""
-    if type(variable) is keras.Variable:
-        variable.__class__ = ShardedVariable
-
-
-def make_plain(variable: keras.Variable) -> None:
-    """Makes a variable a plain Keras variable again."""
-    if isinstance(variable, ShardedVariable):
-        variable.__class__ = keras.Variable
-
-
-def _gather(array: jax.Array, mesh: ReplicaMesh) -> np.ndarray:
-    parts = {str(index): (index, data) for index, data in local_shards(array)}
-    if sum(data.size for _, data in parts.values()) == array.size:
-        # This process has a complete copy.
-        full = np.empty(array.shape, array.dtype)
-        for index, data in parts.values():
-            full[index] = data
-        return full
-    gather = jax.jit(list, out_shardings=[mesh.whole])
-    (replicated,) = dispatch(mesh, gather, [array])
-    return np.asarray(replicated.addressable_data(0))
+def _list_axes(sharding: NamedSharding, is_on_host: bool) -> set[Any]:
+    """Returns the axes of a sharding, with the host as one of them."""
+    return {*sharding.spec, *([_HOST] if is_on_host else [])} - {None}

@@ -223,3 +223,29 @@ def test_gradients_of_convolutions_are_not_added_up_twice():
     for is_constrained in (False, True):
         text = compile_gradient(devices, is_constrained=is_constrained)
         assert adds_up_copies(text) != is_constrained
+
+
+@pytest.mark.parametrize(
+    "make", [ks.experimental.FullySharded, ks.experimental.Replicated]
+)
+def test_slots_on_the_host_take_no_memory_of_a_gpu(make):
+    width, count = 256, 8
+    programs = [
+        Case(
+            sent={},
+            model=lambda: keras.Sequential(
+                [keras.Input((width,)), *[layers.Dense(width)] * 3]
+            ),
+            x=((width,), "float32"),
+            y=((width,), "float32"),
+            partitioner=make(offload=offload),
+        ).compile()
+        for offload in (None, "optimizer")
+    ]
+    before, after = (p.executable.memory_analysis() for p in programs)
+    shards = count if make is ks.experimental.FullySharded else 1
+    slots = 2 * 4 * width * width // shards
+    assert after.host_argument_size_in_bytes == slots
+    assert after.host_alias_size_in_bytes == slots
+    assert before.argument_size_in_bytes - after.argument_size_in_bytes == slots
+    check_donation(programs[1], 2 * 4 * 8 * width)

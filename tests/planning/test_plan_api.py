@@ -64,6 +64,22 @@ def test_what_is_planned_is_what_is_compiled():
     assert step.layout == "FullySharded(min_size=1)"
 
 
+def test_a_plan_has_the_slots_on_the_host_of_a_process():
+    kinds = [
+        ks.experimental.SlotsOnly(min_size=1, offload=offload)
+        for offload in ("optimizer", None)
+    ]
+    plan = mirrored(4).plan(
+        lambda: make_model(width=400), BATCH, strategies=kinds, **QUIET
+    )
+    offloaded, usual = plan.steps
+    # On four devices of this process.
+    assert offloaded.host_bytes == 2 * usual.memory["weights"]
+    assert usual.host_bytes == 0
+    assert "host GB" in str(plan)
+    assert offloaded.layout == "SlotsOnly(min_size=1, offload='optimizer')"
+
+
 def test_plans_need_no_import_but_the_packages():
     code = (
         "import sys\n"

@@ -93,3 +93,50 @@ def test_gradients_of_convolutions_are_not_added_up_twice():
     for is_constrained in (False, True):
         text = compile_gradient(devices, is_constrained=is_constrained)
         assert adds_up_copies(text) != is_constrained
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+def test_slots_on_the_host_take_no_memory_of_a_chip(topology):
+    """The bytes of arguments are computed by hand."""
+    programs, width, words, length = [], 1024, 4096, 32
+    for offload in (None, "optimizer"):
+        keras.backend.clear_session()
+        strategy = ks.TPUStrategy.for_topology(
+            topology,
+            variable_partitioner=ks.experimental.FullySharded(offload=offload),
+        )
+        with strategy.scope(), ks.abstract():
+            model = keras.Sequential(
+                [
+                    keras.Input((length,), dtype="int32"),
+                    keras.layers.Embedding(words, width),
+                    *[keras.layers.Dense(width, "gelu") for _ in range(4)],
+                    keras.layers.Dense(words),
+                ]
+            )
+            model.compile(
+                "adam", keras.losses.SparseCategoricalCrossentropy(True)
+            )
+        ids = jax.ShapeDtypeStruct(
+            (strategy.num_replicas_in_sync, length), "int32"
+        )
+        programs.append(
+            strategy.compile_step(
+                model, (ids, ids), compiler_options=LOW_EFFORT
+            )
+        )
+    before, after = programs
+    chips = before.num_replicas
+    kernels = 4 * (2 * words * width + 4 * width * width) / chips
+    biases = 4 * (4 * width + words)
+    batch = 2 * 4 * length
+    memory = after.executable.memory_analysis()
+    # Tiles of small arrays, the numbers of steps, and metrics.
+    small = 20_000
+    assert abs(before.argument_bytes - 3 * (kernels + biases) - batch) < small
+    assert abs(after.argument_bytes - kernels - 3 * biases - batch) < small
+    assert memory.host_argument_size_in_bytes == 2 * kernels
+    assert memory.host_alias_size_in_bytes == 2 * kernels
+    assert after.output_bytes < small
+    # The update takes a few slots at a time.
+    assert after.bytes_per_chip < before.bytes_per_chip - 1.5 * kernels

@@ -38,6 +38,7 @@ def estimate(
     *,
     steps: int = 1,
     scheduled: Costs | None = None,
+    host_bytes: float = 0.0,
 ) -> Estimate | None:
     """Estimates the time of a training step.
 
@@ -52,6 +53,7 @@ def estimate(
       steps: The number of training steps in the program.
       scheduled: The costs of the program at full effort, which tell how long it
         waits for collectives. None if it was not compiled at full effort.
+      host_bytes: The bytes of slots that a step moves from the host and back.
     """
     if costs.unread:
         return None
@@ -67,7 +69,8 @@ def estimate(
     if scheduled is not None and not scheduled.unread:
         waits, hidden = scheduled.waiting_seconds, ()
     waiting = sum(n for kind, n in waits.items() if kind not in hidden)
-    seconds = max((costs.busy_seconds + waiting) / steps, minimum)
+    transfers = 2 * host_bytes / chip.host_bandwidth
+    seconds = max((costs.busy_seconds + waiting) / steps, minimum) + transfers
 
     def utilization(took: float) -> float | None:
         if model_flops is None or not took:
@@ -81,6 +84,7 @@ def estimate(
         link_seconds=links,
         latency_seconds=latency,
         host_seconds=host,
+        transfer_seconds=transfers,
         utilization=utilization(seconds),
         max_utilization=utilization(minimum),
     )

@@ -111,10 +111,17 @@ class FitStep(Step):
         flops = model_flops.count_model_flops(self._model, parts[0])
         return None if flops is None else flops / len(self.mesh.devices)
 
+    def host_bytes(self) -> float:
+        """Implements `Step.host_bytes`."""
+        slots = step_variables(self._model, "train")[2]
+        on_host = filter(shardings.is_on_host, slots)
+        return count_variable_bytes(on_host, self.mesh)
+
     def state_bytes(self) -> Mapping[str, float]:
         """Implements `Step.state_bytes`."""
         groups = step_variables(self._model, "train")
         weights, others, slots, *rest = groups
+        slots = [v for v in slots if not shardings.is_on_host(v)]
         return {
             "weights": count_variable_bytes([*weights, *others], self.mesh),
             "slots": count_variable_bytes(slots, self.mesh),

@@ -31,6 +31,7 @@ from keras_strategies.planning.compile.step import Step
 from keras_strategies.planning.program.costs import Costs
 from keras_strategies.planning.report.advice import (
     advise_on_logits,
+    explain_transfers,
     write_advice,
 )
 from keras_strategies.planning.report.planned_step import PlannedStep
@@ -144,6 +145,8 @@ class _Planning:
         self._limit = chips.find_memory(devices[0], len(devices))
         self._chip = chips.find_chip(devices[0])
         self._is_tpu = devices[0].platform == "tpu"
+        processes = {device.process_index for device in devices}
+        self._num_local = len(devices) // len(processes)
         self._is_absent = self._is_tpu or is_absent_gpu(devices[0])
         self._error: str | None = None
         self._replicas = 0
@@ -266,6 +269,7 @@ class _Planning:
             "memory": memory_breakdown(self._step.state_bytes(), line),
             "max_rows": maximum,
             "bytes_in_all": get_bytes(figures),
+            "host_bytes": self._step.host_bytes() * self._num_local,
         }
         if isinstance(figures, DoesNotFit):
             error = str(figures) if figures.needed is None else None
@@ -287,6 +291,7 @@ class _Planning:
                 self._step.model_flops(self._rows[0]),
                 steps=steps,
                 scheduled=figures if line.is_full else None,
+                host_bytes=self._step.host_bytes(),
             )
             facts["top_operations"] = {
                 k: n / steps for k, n in fast.top_operations.items()
@@ -317,6 +322,11 @@ class _Planning:
         )
         unknown = describe_unknown(low) if isinstance(low, Costs) else ""
         logits = advise_on_logits(row, self._step.logit_bytes)
+        if self._chip is not None:
+            each = self._step.host_bytes()
+            self._notes.append(
+                explain_transfers(row, each, self._chip.host_bandwidth)
+            )
         notes = self._step.note, unknown, *self._notes, logits, advice
         return dataclasses.replace(row, advice=" ".join(filter(None, notes)))
 

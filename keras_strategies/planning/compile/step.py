@@ -67,6 +67,10 @@ class Step:
         """
         return None
 
+    def host_bytes(self) -> float:
+        """Returns the bytes of slots on the host for each device."""
+        return 0.0
+
     def state_bytes(self) -> Mapping[str, float]:
         """Returns the bytes of state and gradients on a device, by category.
 

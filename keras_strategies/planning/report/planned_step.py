@@ -32,6 +32,8 @@ class Estimate:
       latency_seconds: The time of the instructions with so little work that
         only their number matters, such as those of a loop over time.
       host_seconds: The time in which Python starts the step.
+      transfer_seconds: The time to move slots from the host and back, one
+        direction after the other. `seconds` contains it.
       utilization: The model FLOPs utilization (MFU): the fraction of the chip's
         peak rate that the model's operations (without recomputed ones) reach.
         None if unknown.
@@ -47,17 +49,20 @@ class Estimate:
     host_seconds: float
     utilization: float | None
     max_utilization: float | None
+    transfer_seconds: float = 0.0
 
     @property
     def bounds(self) -> Mapping[str, float]:
         """The bounds in seconds, by what limits the step's time."""
-        return {
+        bounds = {
             "compute": self.compute_seconds,
             "memory": self.memory_seconds,
             "links": self.link_seconds,
             "latency": self.latency_seconds,
             "host": self.host_seconds,
         }
+        transfers = self.transfer_seconds
+        return bounds | ({"PCIe": transfers} if transfers else {})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,7 @@ class PlannedStep:
         if unknown.
       bytes_in_all: Total bytes that the step needs on a device, or None if
         unknown.
+      host_bytes: Bytes of slots in the memory of the host of a process.
       memory: The needed bytes by category: "weights", "slots" (the optimizer's
         state), "other" (metrics, the batch and padding), "gradients" (as if all
         gradients existed at the same time, an upper bound), "activations"
@@ -126,6 +132,7 @@ class PlannedStep:
     rows: int
     limit_bytes: int | None
     bytes_in_all: float | None = None
+    host_bytes: float = 0.0
     memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     sent: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -132,8 +132,11 @@ def _make_table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:
     If `is_stacked`, each layout is on a second line, below its topology.
     """
     is_of_tokens = any(step.tokens is not None for step in plan.steps)
+    has_host = any(step.host_bytes for step in plan.steps)
     headers = [
-        *("rows", "fits", "GB a\ndevice", "most\nrows"),
+        *("rows", "fits", "GB a\ndevice"),
+        *(["host GB\na process"] if has_host else []),
+        "most\nrows",
         *("ms a\nstep", f"{'tokens' if is_of_tokens else 'rows'}\na second"),
         "MFU",
     ]
@@ -149,6 +152,8 @@ def _make_table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:
         if step in left_out:
             continue
         topology, layout, *cells = _format_cells(step, is_of_tokens)
+        if has_host:
+            cells.insert(3, format_gb(step.host_bytes))
         names = [topology, layout]
         if is_stacked:
             names = ["\n".join(names)]

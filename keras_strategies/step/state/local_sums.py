@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_strategies._types import Groups
 from keras_strategies.hooks.summands import (
@@ -34,7 +35,8 @@ from keras_strategies.spmd.replica_map import (
     split_spec,
 )
 from keras_strategies.step.state.layout import OPTIMIZER, Layout, Step
-from keras_strategies.variables.shardings import get_spec
+from keras_strategies.variables.host_memory import to_device, to_host
+from keras_strategies.variables.shardings import get_sharding, get_spec
 
 
 class LocalSums(Layout):
@@ -60,22 +62,31 @@ class LocalSums(Layout):
         self.local_sums = [i for i, v in enumerate(variables) if v in targets]
         self.accumulators = [variables[i] for i in self.local_sums]
         split, whole = split_spec(mesh), replicated_spec()
-        self._stack = jax.jit(
-            replica_map(
-                self.stack_accumulators,
-                mesh,
-                in_specs=(whole,),
-                out_specs=(whole, split),
-            )
+        self._stack = self._jit(self.stack_accumulators, whole, split)
+        self._sum = self._jit(self.sum_accumulators, split, whole)
+
+    def _jit(
+        self, fn: Callable[..., Any], before: PartitionSpec, to: PartitionSpec
+    ) -> Any:
+        """Maps a function of accumulators over the replicas, and compiles it.
+
+        Args:
+          fn: The function.
+          before: The spec of the accumulators that it takes.
+          to: The spec of those that it returns.
+        """
+        mapped = replica_map(
+            fn,
+            self._mesh,
+            in_specs=(before,),
+            out_specs=(replicated_spec(), to),
         )
-        self._sum = jax.jit(
-            replica_map(
-                self.sum_accumulators,
-                mesh,
-                in_specs=(split,),
-                out_specs=(whole, whole),
-            )
-        )
+
+        def program(arrays: list[Any]) -> tuple[Any, list[Any]]:
+            done, results = mapped(to_device(arrays, self.accumulators))
+            return done, to_host(results, self.accumulators)
+
+        return jax.jit(program)
 
     def stack_accumulators(self, sums: list[Any]) -> tuple[Any, list[Any]]:
         """Returns a replica's summands; to be mapped. See `dispatch`."""
@@ -125,32 +136,58 @@ class LocalSums(Layout):
     def _convert_shapes(
         self, shapes: Sequence[Any], is_stacked: bool
     ) -> list[Any]:
-        mesh = self._mesh
-        sharding = mesh.split if is_stacked else mesh.whole
-        count = (mesh.num_replicas,) if is_stacked else ()
+        count = (self._mesh.num_replicas,) if is_stacked else ()
         return [
-            jax.ShapeDtypeStruct((*count, *v.shape), s.dtype, sharding=sharding)
+            jax.ShapeDtypeStruct(
+                (*count, *v.shape),
+                s.dtype,
+                sharding=self._find_sharding(v, is_stacked),
+            )
             for s, v in zip(shapes, self.accumulators, strict=True)
         ]
+
+    def _find_sharding(
+        self, variable: keras.Variable, is_stacked: bool
+    ) -> NamedSharding:
+        sharding, split = get_sharding(variable, self._mesh), self._mesh.split
+        if not is_stacked:
+            return sharding
+        return split.update(memory_kind=sharding.memory_kind)
+
+    def find_shardings(
+        self, shardings: list[list[Any]]
+    ) -> Sequence[Sequence[Any]]:
+        """Returns the shardings of a state with stacked accumulators."""
+        found = [list(group) for group in shardings]
+        for i, variable in zip(self.local_sums, self.accumulators, strict=True):
+            found[OPTIMIZER][i] = self._find_sharding(variable, is_stacked=True)
+        return found
 
     def wrap_loop(self, body: Step, written: Sequence[int]) -> Step:
         """Makes mapped steps take and return stacked arrays."""
         place = written.index(OPTIMIZER)
 
         def call(written: Any, read: Any, data: Any) -> tuple[Any, ...]:
-            written = self._change(written, place, lambda a: a[0])
+            written = self._change(written, place, to_device)
+            written = self._change(
+                written, place, lambda arrays, _: [a[0] for a in arrays]
+            )
             results, written, changed = body(written, read, data)
-            written = self._change(written, place, lambda a: a[None])
-            return results, written, changed
+            written = self._change(
+                written, place, lambda arrays, _: [a[None] for a in arrays]
+            )
+            return results, self._change(written, place, to_host), changed
 
         return call
 
     def _change(
-        self, written: Sequence[Group], place: int, fn: Callable[[Any], Any]
+        self, written: Sequence[Group], place: int, fn: Callable[..., list[Any]]
     ) -> list[Group]:
         groups = list(map(list, written))
-        for i in self.local_sums:
-            groups[place][i] = fn(groups[place][i])
+        sums = [groups[place][i] for i in self.local_sums]
+        changed = fn(sums, self.accumulators)
+        for i, array in zip(self.local_sums, changed, strict=True):
+            groups[place][i] = array
         return groups
 
     def find_specs(self, written: Sequence[int]) -> Any:

@@ -200,7 +200,8 @@ class StackedBlocks(Layout):
         sharding = get_sharding(self._variables[number][column[0]], self._mesh)
         spec = sharding.spec
         stacked = PartitionSpec(None, *spec) if any(spec) else PartitionSpec()
-        return NamedSharding(sharding.mesh, stacked)
+        kind = sharding.memory_kind
+        return NamedSharding(sharding.mesh, stacked, memory_kind=kind)
 
 
 def _get_shape(value: Any) -> jax.ShapeDtypeStruct:
@@ -227,6 +228,7 @@ def _find_stack(values: Sequence[Any]) -> list[Any]:
 @functools.cache
 def _make_stacker(sharding: NamedSharding) -> Any:
     def stack_weights(*arrays: Any) -> tuple[Any, Any]:
+        arrays = jax.device_put(arrays, jax.memory.Space.Device)
         return jnp.zeros(()), jnp.stack(arrays)
 
     return jax.jit(stack_weights, out_shardings=(None, sharding))
@@ -235,6 +237,7 @@ def _make_stacker(sharding: NamedSharding) -> Any:
 @functools.cache
 def _make_unstacker(sharding: NamedSharding) -> Any:
     def unstack_weights(stack: Any) -> tuple[Any, list[Any]]:
+        stack = jax.device_put(stack, jax.memory.Space.Device)
         return jnp.zeros(()), list(stack)
 
     return jax.jit(unstack_weights, out_shardings=(None, sharding))

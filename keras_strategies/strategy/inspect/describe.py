@@ -21,6 +21,7 @@ from keras_strategies.variables.partitioners import Partitioner
 from keras_strategies.variables.shardings import (
     get_placement,
     get_sharding,
+    is_on_host,
     is_updated_replicated,
 )
 
@@ -47,7 +48,8 @@ class VariableRow:
       dtype: The dtype.
       sharding: The sharding, as text for the table.
       num_bytes: The bytes on each device that stores a shard or a copy of the
-        variable.
+        variable; or on the host for this device.
+      is_on_host: Whether the variable is in the memory of the host.
       remark: Why the variable is not sharded: a short remark for the table, and
         a sentence for the legend. None if no remark is needed.
     """
@@ -56,6 +58,7 @@ class VariableRow:
     dtype: str
     sharding: str
     num_bytes: int
+    is_on_host: bool = False
     remark: tuple[str, str] | None = None
 
     @property
@@ -106,6 +109,8 @@ def describe_table(
 
 def describe_partitioner(partitioner: Partitioner, num_replicas: int) -> str:
     """Returns a line of text on how many replicas shard the variables."""
+    if not partitioner.shards_any:
+        return f"{partitioner.name} replicates variables"
     shards = partitioner.shards
     groups = num_replicas // shards
     text = f"{partitioner.name} shards variables over {shards} replicas"
@@ -192,7 +197,10 @@ def group_variables(
 def summarize(groups: Mapping[VariableRow, Sequence[str]]) -> str:
     """Returns a line of text on all variables."""
     counts = [(row, len(paths)) for row, paths in groups.items()]
-    num_bytes = sum(row.num_bytes * count for row, count in counts)
+    num_bytes, host_bytes = (
+        sum(row.num_bytes * n for row, n in counts if row.is_on_host == on_host)
+        for on_host in (False, True)
+    )
     parts = [
         format_count(sum(count for _, count in counts), "variable"),
         format_count(
@@ -200,6 +208,9 @@ def summarize(groups: Mapping[VariableRow, Sequence[str]]) -> str:
         ),
         f"{num_bytes / BYTES_PER_MB:,.3f} MB on each device",
     ]
+    if host_bytes:
+        size = f"{host_bytes / BYTES_PER_MB:,.3f}"
+        parts.append(f"{size} MB on the host for each device")
     if _are_all_replicated(groups):
         parts.append("all replicated")
     return ", ".join(parts)
@@ -303,8 +314,9 @@ def describe_variable(
     return VariableRow(
         shape=shape,
         dtype=dtype,
-        sharding=sharding,
+        sharding=sharding + (" on the host" if is_on_host(variable) else ""),
         num_bytes=num_bytes,
+        is_on_host=is_on_host(variable),
         remark=None
         if partitioner is None
         else _find_remark(variable, partitioner),

@@ -124,3 +124,10 @@ def test_of_gpus_a_plan_tells_what_it_assumes():
 def test_operations_take_the_time_of_their_dtypes():
     slow = dataclasses.replace(FIGURES, compute_seconds=9.0)
     assert estimate(slow, CHIP, model_flops=150.0).compute_seconds == 9.0
+
+
+def test_slots_on_the_host_are_moved_there_and_back():
+    chip = dataclasses.replace(CHIP, host_bandwidth=4.0)
+    found = estimate(FIGURES, chip, model_flops=150.0, host_bytes=20.0)
+    assert found.transfer_seconds == found.bounds["PCIe"] == 10.0
+    assert found.seconds == 3.5 + 2.0 + 10.0

@@ -1,0 +1,64 @@
+"""Arguments on the host, of programs for absent GPUs.
+
+JAX (0.10 to 0.12) knows no memories of GPUs that are described, and drops the
+kind of memory from shardings over them. XLA reads it from an attribute.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax.extend.mlir import ir
+
+from keras_strategies.gpu.topology_devices import is_absent_gpu
+
+_MOVE = "annotate_device_placement"
+_HOST, _DEVICE = "pinned_host", "device"
+
+
+def place_host_arguments(
+    lowered: jax.stages.Lowered, devices: Iterable[jax.Device]
+) -> jax.stages.Lowered:
+    """Places the arguments that a program moves to the host on the host.
+
+    Args:
+      lowered: The program, which is changed in place.
+      devices: Its devices. If they are no absent GPUs, nothing changes.
+    """
+    if not any(map(is_absent_gpu, devices)):
+        return lowered
+    module: Any = lowered.compiler_ir("stablehlo")
+    with module.context:
+        (main,) = (
+            op
+            for op in module.body.operations
+            if str(op.attributes["sym_name"]) == '"main"'
+        )
+        arguments = list(main.arguments)
+        kinds = [_find_kind(argument) for argument in arguments]
+        if _HOST in kinds:
+            main.arg_attrs = ir.ArrayAttr.get(
+                [
+                    ir.DictAttr.get(
+                        {
+                            **{a.name: a.attr for a in attributes},
+                            "mhlo.memory_kind": ir.StringAttr.get(kind),
+                        }
+                    )
+                    for attributes, kind in zip(
+                        main.arg_attrs, kinds, strict=True
+                    )
+                ]
+            )
+    return lowered
+
+
+def _find_kind(argument: Any) -> str:
+    """Returns the kind of memory that a program's argument is in."""
+    moves = (
+        str(use.owner.attributes["mhlo.frontend_attributes"])
+        for use in argument.uses
+        if use.owner.name == "stablehlo.custom_call"
+        and _MOVE in str(use.owner.attributes["call_target_name"])
+    )
+    return _HOST if any(_HOST in move for move in moves) else _DEVICE
