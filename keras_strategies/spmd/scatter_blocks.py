@@ -16,6 +16,9 @@ _MAX_ODD = 33
 _LARGE = 2**26
 _MAX_PADDING = 1.125
 
+# From this number of entries on, shards of columns may be exchanged.
+_WIDE = 2**24
+
 
 def find_block(
     shape: tuple[int, ...], dim: int, count: int
@@ -48,6 +51,19 @@ def find_block(
     block = more[0] * _TILE_ROWS, more[1] * _TILE_COLUMNS
     is_much = math.prod(block) > _MAX_PADDING * rows * columns
     return None if is_much else block
+
+
+def scatters_rows(shape: tuple[int, ...], dim: int, count: int) -> bool:
+    """Returns whether a scatter along columns is one along rows, exchanged.
+
+    XLA for TPUs (libtpu 0.0.42) implements a reduce-scatter along the columns
+    as an all-reduce for some numbers of columns on a replica, such as 36, but
+    for no power of two.
+    """
+    is_wide = len(shape) == 2 and dim == 1 and math.prod(shape) >= _WIDE
+    columns = shape[-1] // count
+    is_odd = columns & (columns - 1) != 0
+    return is_wide and is_odd and shape[0] % (_TILE_ROWS * count) == 0
 
 
 def _is_even(tiles: int) -> bool:

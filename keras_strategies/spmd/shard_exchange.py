@@ -1,5 +1,6 @@
 """The collectives between the replicas that share a value's shards."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -10,7 +11,7 @@ from keras_strategies.passes.specs import Sharded
 from keras_strategies.spmd.dispatch import keep_out_of_cache
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import core_map
-from keras_strategies.spmd.scatter_blocks import find_block
+from keras_strategies.spmd.scatter_blocks import find_block, scatters_rows
 
 
 class ShardExchange:
@@ -92,6 +93,10 @@ class ShardExchange:
         block = None
         if mesh.platform == "tpu":
             block = find_block(value.shape, dim, count)
+            if scatters_rows(value.shape, dim, count):
+                by_rows = dataclasses.replace(spec, dim=0)
+                rows = self._scatter_in_group(value, by_rows)
+                return jax.lax.all_to_all(rows, mesh.axis, 1, 0, tiled=True)
         if block is None:
             return jax.lax.psum_scatter(
                 value, mesh.axis, scatter_dimension=dim, tiled=True

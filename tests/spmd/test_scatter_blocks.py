@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_strategies.passes.specs import Sharded
 from keras_strategies.spmd import scatter_blocks
@@ -13,7 +13,7 @@ from keras_strategies.spmd.replica_map import (
     replica_map,
     split_spec,
 )
-from keras_strategies.spmd.scatter_blocks import find_block
+from keras_strategies.spmd.scatter_blocks import find_block, scatters_rows
 from keras_strategies.spmd.shard_exchange import ShardExchange
 
 
@@ -43,9 +43,36 @@ def test_blocks(shape, count, block):
     assert find_block(shape, 1, count) is None
 
 
-@pytest.mark.parametrize("shape", [(4 * 504, 1024), (32, 63 * 1024), (32, 40)])
-def test_padded_blocks_are_summed_like_others(monkeypatch, shape):
+@pytest.mark.parametrize(
+    ("shape", "count", "is_by_rows"),
+    [
+        ((256000, 2304), 64, True),  # Gemma 2's table
+        ((8192, 2304), 64, True),
+        ((8064, 2304), 64, False),
+        ((256000, 2048), 64, False),
+        ((4096, 2304), 64, False),
+        ((256001, 2304), 64, False),
+    ],
+)
+def test_columns_that_are_scattered_by_rows(shape, count, is_by_rows):
+    assert scatters_rows(shape, 1, count) == is_by_rows
+    assert not scatters_rows(shape, 0, count)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((4 * 504, 1024), 0),
+        ((32, 63 * 1024), 0),
+        ((32, 40), 0),
+        ((32, 12), 1),
+        ((4 * 504, 3 * 1024), 1),
+        ((30, 12), 1),
+    ],
+)
+def test_padded_blocks_are_summed_like_others(monkeypatch, shape, dim):
     monkeypatch.setattr(scatter_blocks, "_LARGE", 1)
+    monkeypatch.setattr(scatter_blocks, "_WIDE", 1)
     mesh = ReplicaMesh(devices=jax.devices()[:4])
 
     class ForTPUs:
@@ -55,13 +82,13 @@ def test_padded_blocks_are_summed_like_others(monkeypatch, shape):
             return getattr(mesh, name)
 
     values = np.random.default_rng(0).integers(0, 9, (4, *shape))
-    spec = Sharded(NamedSharding(mesh.mesh, split_spec(mesh)), 0)
+    split = split_spec(mesh)
+    out = PartitionSpec(*(None,) * dim, *split)
+    spec = Sharded(NamedSharding(mesh.mesh, out), dim)
 
     def scatter(value):
         return ShardExchange(ForTPUs()).scatter(value[0], spec)
 
-    mapped = replica_map(
-        scatter, mesh, in_specs=split_spec(mesh), out_specs=split_spec(mesh)
-    )
+    mapped = replica_map(scatter, mesh, in_specs=split, out_specs=out)
     found = jax.jit(mapped)(jnp.asarray(values, "float32"))
     np.testing.assert_array_equal(found, values.sum(0))

@@ -108,3 +108,23 @@ def test_gradients_of_a_table_are_summed_in_the_loop_that_adds_them_up():
     ]
     assert places
     assert set(places) <= set(bodies)
+
+
+def test_a_tied_table_of_odd_columns_is_scattered():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    strategy = ks.TPUStrategy.for_topology(
+        "v5e:16x16", variable_partitioner=ks.experimental.FullySharded(64)
+    )
+    with strategy.scope(), ks.abstract():
+        inputs = keras.Input((256,), dtype="int32")
+        table = keras.layers.ReversibleEmbedding(65_536, 2304)
+        model = keras.Model(inputs, table(table(inputs), reverse=True))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss)
+    tokens = jax.ShapeDtypeStruct((256, 256), "int32")
+    low = {"exec_time_optimization_effort": -1.0}
+    step = strategy.compile_step(model, (tokens, tokens), compiler_options=low)
+    # Shards are summed over the groups.
+    shard = 4 * 65_536 * 2304 / 64
+    assert step.collective_bytes["all-reduce"] < 2 * shard
+    assert step.collective_bytes["reduce-scatter"] >= 64 * shard
