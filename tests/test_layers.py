@@ -113,7 +113,7 @@ LOGIC_LINES = {
     "planning": 3372,
     "reporting": 972,
     "run": 730,
-    "spmd": 1732,
+    "spmd": 1742,
     "step": 2718,
     "strategy": 2186,
     "tape": 449,

@@ -5,6 +5,7 @@ computed from. The loss and the most probable words are then computed from that,
 and the compiler removes the logits, which nothing reads.
 """
 
+import dataclasses
 import functools
 import warnings
 import weakref
@@ -235,26 +236,18 @@ class _Losses(keras.losses.Loss):
         return y_pred
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
 class _Words:
     """The most probable words, in place of the logits, for the accuracy.
 
-    Args:
+    Attributes:
       words: Their ids, of the labels' shape.
       mask: The mask of the logits, or None.
     """
 
-    def __init__(self, words: Array, mask: Array | None) -> None:
-        self.words, self.mask = words, mask
-
-    def tree_flatten(self) -> tuple[Any, None]:
-        """Returns the arrays, for JAX."""
-        return (self.words, self.mask), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, arrays: Any) -> "_Words":
-        """Makes an object of other arrays, for JAX."""
-        return cls(*arrays)
+    words: Array
+    mask: Array | None
 
 
 def _wrap_model(original: Callable[..., Any]) -> Callable[..., Any]:

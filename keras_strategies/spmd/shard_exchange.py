@@ -94,8 +94,8 @@ class ShardExchange:
         if mesh.platform == "tpu":
             block = find_block(value.shape, dim, count)
             if scatters_rows(value.shape, dim, count):
-                by_rows = dataclasses.replace(spec, dim=0)
-                rows = self._scatter_in_group(value, by_rows)
+                spec = dataclasses.replace(spec, dim=0)
+                rows = self._scatter_in_group(value, spec)
                 return jax.lax.all_to_all(rows, mesh.axis, 1, 0, tiled=True)
         if block is None:
             return jax.lax.psum_scatter(
