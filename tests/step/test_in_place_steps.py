@@ -44,6 +44,11 @@ class InPlace(keras.Model):
             return ops.sum((output - y) ** 2) / 8
         if self.kind == "mean":
             return ops.mean((output - y) ** 2)
+        if self.kind == "parts":
+            # Of more than two dimensions, as images have: divided by the
+            # product of a shape.
+            both = ops.stack([output, 2 * output], axis=1)
+            return keras.losses.MeanSquaredError()(y[:, None], both)
         return self.compute_loss(x, y, output)
 
     def train_step(self, data):
@@ -123,7 +128,7 @@ def quiet():
 
 @pytest.mark.parametrize(
     ("kind", "rows", "replicas"),
-    combine(["mean", "sum", "compute"], [24, 22], [2, 3, 8], every=3),
+    combine(["mean", "sum", "compute", "parts"], [24, 22], [2, 3, 8], every=4),
 )
 def test_equals_one_device(kind, rows, replicas):
     with quiet():
@@ -150,6 +155,7 @@ def test_a_mean_is_mapped_and_a_sum_is_not():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="This step runs over")
         train(2, "mean")
+        train(2, "parts")
     with pytest.warns(UserWarning, match="runs over the global batch"):
         train(2, "sum")
 

@@ -79,8 +79,8 @@ def _constant(call: Call) -> Kind:
         is_exact = is_constant(first) or jnp.issubdtype(
             call.params["new_dtype"], jnp.floating
         )
-        kind = first if is_exact else first.but(power=math.nan)
-        return kind.but(numbering=None)
+        kind = first.but(numbering=None)
+        return kind if is_exact else kind.but(power=math.nan, entries=None)
     spread = [
         _spread(kind, call.shape(k), shape) for k, kind in enumerate(kinds)
     ]

@@ -36,6 +36,9 @@ MEAN_POWER = -1.0
 _MAX_ENTRIES = 1 << 20
 """The size above which the values of captured arrays are not inspected."""
 
+_MAX_INTEGERS = 16
+"""The size above which the entries of a list of integers are not kept."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
@@ -59,6 +62,8 @@ class Kind:
         is constant along that dimension (`CONST`).
       values: If all entries are equal: the entry in each of the traces
         (`CONST`).
+      entries: If it is a list of a few integers, such as a shape, that differ
+        between the traces: the integers in each trace (`CONST`).
       indexed_dim: The dimension along which each entry is its own index, as in
         an `iota` (`CONST`).
       numbering: If each entry is its place in the array's row-major order, plus
@@ -87,6 +92,7 @@ class Kind:
     columns: frozenset[int] = frozenset()
     blocks: Mapping[int, int] = dataclasses.field(default_factory=dict)
     values: tuple[Any, ...] | None = None
+    entries: tuple[tuple[int, ...], ...] | None = None
     indexed_dim: int | None = None
     numbering: Any = None
     is_random: bool = False
@@ -323,7 +329,10 @@ def kind_of_arrays(arrays: Sequence[Any]) -> Kind:
         v.shape == shape and not np.array_equal(v, values[0])
         for v in values[1:]
     ):
-        return PLAIN.but(power=math.nan)
+        is_list = values[0].dtype.kind == "i" and len(shape) == 1
+        entries = tuple(tuple(v.tolist()) for v in values)
+        is_short = is_list and len(entries[0]) <= _MAX_INTEGERS
+        return PLAIN.but(power=math.nan, entries=entries if is_short else None)
     if not _are_equal_but_for_rows(values):
         return PLAIN.but(power=math.nan)
     blocks = {}

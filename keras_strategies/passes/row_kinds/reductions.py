@@ -60,6 +60,10 @@ def reduce(call: Call) -> Kind:
     kind = call.kinds[0]
     if kind.is_sum and call.name != "reduce_sum":
         return call.make_mixed()
+    entries = kind.entries if call.name == "reduce_prod" else None
+    if entries is not None and call.shape() == (len(entries[0]),):
+        # The product of a shape, by which Keras's losses divide.
+        return make_uniform(tuple(map(math.prod, entries)), ())
     if call.name in ("reduce_prod", "argmax", "argmin", "reduce_xor"):
         is_one = math.prod(call.shape()) == math.prod(call.out_shape())
         if kind.is_const and not (is_one and "reduce" in call.name):
