@@ -109,7 +109,7 @@ LOGIC_LINES = {
     "kernels": 2399,
     "migrate": 1499,
     "names": 309,
-    "passes": 5425,
+    "passes": 5434,
     "planning": 3372,
     "reporting": 972,
     "run": 730,
