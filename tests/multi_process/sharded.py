@@ -39,8 +39,10 @@ def compiled(optimizer="adam"):
     return model
 
 
-def made(shards, cores=1):
-    partitioner = ks.experimental.FullySharded(shards, min_size=1)
+def made(shards, cores=1, offload=None):
+    partitioner = ks.experimental.FullySharded(
+        shards, min_size=1, offload=offload
+    )
     if cores == 1:
         return ks.MultiWorkerMirroredStrategy(variable_partitioner=partitioner)
     topology = ks.tpu.experimental.Topology.from_devices(jax.devices())
@@ -67,9 +69,9 @@ def first_weights(model):
     ]
 
 
-def fitted(optimizer, shards, batch_size=8, cores=1):
+def fitted(optimizer, shards, batch_size=8, cores=1, offload=None):
     """Weights and losses after two epochs."""
-    strategy = made(shards, cores)
+    strategy = made(shards, cores, offload)
     with strategy.scope():
         model = compiled(optimizer)
     model.set_weights(first_weights(model))
@@ -86,6 +88,11 @@ def fitted(optimizer, shards, batch_size=8, cores=1):
         "evaluate": model.evaluate(X, Y, batch_size=batch_size, verbose=0),
         "predict": model.predict(X, batch_size=batch_size, verbose=0).tolist(),
         "divided": len(divided),
+        "slots": [np.asarray(v).tolist() for v in model.optimizer.variables],
+        "slots_on_host": sum(
+            v.value.sharding.memory_kind == "pinned_host"
+            for v in model.optimizer.variables
+        ),
     }
 
 

@@ -47,6 +47,18 @@ def test_two_processes_equal_one_device(found):
     compare("sgd", found["fitted"])
 
 
+def test_slots_on_the_host_change_no_number_of_two_processes():
+    args = "adam", None, 8, 1
+    whole, on_host = (
+        values_of(f"{ROOM}:fitted", 2, *args, offload, devices=2)
+        for offload in (None, "optimizer")
+    )
+    slots = [value.pop("slots_on_host") for value in on_host]
+    assert slots[0] == slots[1] == 2 * 6
+    assert {value.pop("slots_on_host") for value in whole} == {0}
+    assert on_host == whole
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "lamb"])
 @pytest.mark.parametrize(
