@@ -8,6 +8,7 @@ keras-hub's `generate`, which calls a compiled function.
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -55,9 +56,15 @@ def _make(model: Any) -> Callable[..., Any]:
     return check_and_generate
 
 
-def check_calls() -> None:
-    """Makes processes compare arguments of layers that they call eagerly."""
-    _held.enter_context(_patches.hold())
+def check_calls(owner: object) -> None:
+    """Makes processes compare arguments of layers that they call eagerly.
+
+    Args:
+      owner: The object with whose lifetime that ends.
+    """
+    held = contextlib.ExitStack()
+    held.enter_context(_patches.hold())
+    weakref.finalize(owner, held.close)
 
 
 def _wrap_call(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,4 +111,3 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _patches = Patches(lambda: [(keras.Layer, "__call__", _wrap_call)])
-_held = contextlib.ExitStack()

@@ -52,9 +52,9 @@ class Runtime:
             )
         if not mesh.is_abstract:
             topology_devices.note_platform(mesh.platform)
-        if mesh.num_processes > 1:
-            check_calls()
         registry = Registry()
+        if mesh.num_processes > 1:
+            check_calls(registry)
         partitioner, mesh = _bind(variable_partitioner, mesh)
         placements = Placements(mesh, layout_map, partitioner)
         return cls(
