@@ -195,7 +195,7 @@ class ShardedInterpreter:
                 self._sum(equation, places)
             elif is_lookup:
                 table, dim = lookups[equation.outvars[0]]
-                shard, _ = self._shards[table]
+                shard = self._exchange.join_cores(*self._shards[table])
                 self._lookups.look_up(equation, shard, dim)
             else:
                 pending.append(equation)

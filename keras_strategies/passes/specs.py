@@ -91,6 +91,10 @@ class Exchange(Protocol):
         """
         ...
 
+    def join_cores(self, value: Array, spec: Sharded) -> Array:
+        """Gathers a value from the cores that share a replica's sequences."""
+        ...
+
     def cut(self, value: Array, spec: Sharded) -> Array:
         """Returns this replica's shard of a replicated value.
 

@@ -320,7 +320,8 @@ def _warn_of_gathered_tokens(text: str, cores: int) -> None:
     for computation in parse(text).computations.values():
         for x in computation.instructions:
             is_float = _ACTIVATION.match(x.result) is not None
-            if not is_float or "attention" in x.source:
+            is_weight = x.source.endswith("/all_gather")
+            if not is_float or is_weight or "attention" in x.source:
                 continue
             for collective in find_collective(computation, x):
                 replicas = {k // cores for k in (collective.groups or [[]])[0]}

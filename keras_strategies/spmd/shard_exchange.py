@@ -35,7 +35,22 @@ class ShardExchange:
         def gather(part: jax.Array) -> jax.Array:
             return jax.lax.all_gather(part, axis, axis=spec.dim, tiled=True)
 
-        return self._by_core(gather, spec)(shard)
+        return self.join_cores(self._by_core(gather, spec)(shard), spec)
+
+    def join_cores(self, value: jax.Array, spec: Sharded) -> jax.Array:
+        """Gathers a value from the cores that share the replica's sequences."""
+        model = self._mesh.model_axis
+        if not self._mesh.context_parallel or model not in spec.sharding.spec:
+            return value
+        dim = spec.sharding.spec.index(model)
+
+        def gather(part: jax.Array) -> jax.Array:
+            return jax.lax.all_gather(part, model, axis=dim, tiled=True)
+
+        specs = PartitionSpec(*[None] * dim, model), PartitionSpec()
+        return core_map(
+            gather, self._mesh, in_specs=specs[0], out_specs=specs[1]
+        )(value)
 
     def scatter(self, value: jax.Array, spec: Sharded) -> jax.Array:
         """Returns this replica's shard of the sum of the replicas' values."""

@@ -42,8 +42,8 @@ class TPUStrategy(CompileOnlyStrategy):
         `experimental_split_to_logical_devices` splits tensors.
       context_parallel: Whether the cores of a replica share its sequences, for
         long contexts: each core computes a part of the tokens, and in attention
-        a part of the heads. Variables are replicated on the cores. Not together
-        with `layout_map`. Not in tf.
+        a part of the heads. Variables that `variable_partitioner` shards are
+        sharded over the cores, too. Not together with `layout_map`. Not in tf.
       variable_partitioner: Chooses which variables the replicas shard:
         `ks.experimental.FullySharded()`, `ks.experimental.SlotsOnly()`, or a
         function. The function receives a variable's path, shape and dtype, and

@@ -212,15 +212,19 @@ class Placements:
         self, variable: keras.Variable, axes: Axes, dim: Dimension
     ) -> None:
         """Shards a variable over cores, and along `dim` over the replicas."""
-        partitioner, slot_sharding = self.partitioner, axes
+        partitioner = self.partitioner
         offloads = partitioner is not None and partitioner.offloads(variable)
         if dim is None and not any(axes) and not offloads:
             return
+        is_replicated = bool(partitioner and partitioner.has_replicated_weights)
+        is_shared = self._mesh.context_parallel and not is_replicated
+        if is_shared and dim is not None:
+            axes = self._find_core_axes(variable, dim)
+        slot_sharding = axes
         if dim is not None:
             slot_sharding = _strip_trailing(
                 (*axes[:dim], self._mesh.axis, *axes[dim + 1 :])
             )
-        is_replicated = bool(partitioner and partitioner.has_replicated_weights)
         placement = Placement(
             mesh=self._mesh,
             sharding=self._sharding(axes if is_replicated else slot_sharding),
@@ -230,6 +234,20 @@ class Placements:
         )
         setattr(variable, PLACEMENT, placement)
         make_sharded(variable)
+
+    def _find_core_axes(self, variable: keras.Variable, dim: Dimension) -> Axes:
+        """Returns the axes over cores of a variable that replicas shard."""
+        mesh, sizes = self._mesh, tuple(variable.shape)
+        free = (
+            other
+            for other, size in enumerate(sizes)
+            if other != dim and size % mesh.cores_per_replica == 0
+        )
+        place = next(free, None)
+        return tuple(
+            mesh.model_axis if other == place else None
+            for other in range(len(sizes))
+        )
 
     def _sharding(self, axes: Axes, *, on_host: bool = False) -> NamedSharding:
         if not any(axes) and not on_host:

@@ -181,6 +181,10 @@ def test_numbers_are_those_of_one_device(name, strategy):
         on_one_device(name),
     )
     assert_replicated(model)
+    if strategy.startswith("sharded"):
+        kernels = [v for v in model.trainable_variables if len(v.shape) > 1]
+        axes = [set(v.value.sharding.spec) - {None} for v in kernels]
+        assert {"replica", "model"} in axes
 
 
 @pytest.mark.slow
