@@ -106,8 +106,8 @@ def count_logit_bytes(model: keras.Model, labels: Tree) -> int:
       labels: The labels of a step, or their shape.
     """
     layer, _ = _find_head(model)
-    is_whole = layer is not None and layer not in _block_sizes
-    if not is_whole or not _takes_logits(getattr(model, "loss", None)):
+    is_usual = _takes_logits(getattr(model, "loss", None))
+    if layer is None or layer in _block_sizes or not is_usual:
         return 0
     (logits,) = get_graph(model).outputs
     item = jnp.dtype(layer.compute_dtype).itemsize

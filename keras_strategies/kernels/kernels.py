@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
 from keras.src.backend.common.tensor_attributes import set_tensor_attr
 
 from keras_strategies._types import Array
@@ -327,7 +326,8 @@ def _find_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield rnn, "lstm", _wrap_lstm
     keras_random = importlib.import_module("keras.src.backend.jax.random")
     yield keras_random, "jax_draw_seed", _wrap_seeds
-    yield keras.src.backend.core, "remat", _wrap_remat
+    core = importlib.import_module("keras.src.backend").core
+    yield core, "remat", _wrap_remat
     sizes = "compute_rnn_workspace_reserve_space_sizes"
     yield gpu_rnn, sizes, _wrap_sizes
     yield from find_layer_patches()

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -201,9 +201,8 @@ def find_split(equation: JaxprEqn, spec: Sharded) -> tuple[int, int] | None:
     Returns:
       None if the dimension is sharded, or the array is no matrix.
     """
-    blocks, array = *equation.outvars, *equation.invars
-    if joins(equation):
-        blocks, array = array, blocks
+    ends: list[Any] = [*equation.outvars, *equation.invars]
+    blocks, array = reversed(ends) if joins(equation) else ends
     (_, *shape), whole = blocks.aval.shape, array.aval.shape
     if len(whole) != 2 or shape[spec.dim] != whole[spec.dim]:
         return None

@@ -81,7 +81,7 @@ def _name_partitioner(partitioner: Any) -> str:
     return f"{type(partitioner).__name__}({', '.join(options)})"
 
 
-def parse_layout(spec: object) -> Layout:
+def parse_layout(spec: Any) -> Layout:
     """Parses a layout's name, or creates a layout from a partitioner.
 
     Raises:
