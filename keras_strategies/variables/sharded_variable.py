@@ -6,7 +6,7 @@ import jax
 import keras
 import numpy as np
 from jax.core import Tracer
-from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from keras_strategies._types import Array
 from keras_strategies.cluster.exchange import same_variables
@@ -43,7 +43,11 @@ class ShardedVariable(keras.Variable):
         Of an array on the host, each device gets its shard only.
         """
         is_host = isinstance(value, np.ndarray) and value.shape == self.shape
-        if is_host and self._layout is not None and not in_stateless_scope():
+        if (
+            is_host
+            and self._layout is not None
+            and get_stateless_scope() is None
+        ):
             mesh: ReplicaMesh = getattr(self, PLACEMENT).mesh
             full = value.astype(jax.numpy.dtype(self._dtype), copy=False)
             if mesh.num_processes > 1:
