@@ -116,19 +116,22 @@ class _Constraints:
         last: list[Any] = []
         for k, spec in enumerate(before):
             if spec is not None:
-                constraint = self._make_constraint(operands[k], spec)
+                constraint = self._make_constraint(equation, operands[k], spec)
                 first.append(constraint.replace(invars=[operands[k]]))
                 (operands[k],) = constraint.outvars
         for k, spec in enumerate(after):
             if spec is not None:
-                constraint = self._make_constraint(results[k], spec)
+                constraint = self._make_constraint(equation, results[k], spec)
                 last.append(constraint.replace(outvars=[results[k]]))
                 (results[k],) = constraint.invars
         changed = equation.replace(invars=operands, outvars=results)
         return [*first, changed, *last] if first or last else [equation]
 
-    def _make_constraint(self, variable: Any, spec: PartitionSpec) -> Equation:
-        """Returns a constraint for a variable's shape, with new variables."""
+    def _make_constraint(self, of: Equation, variable: Any, spec: Any) -> Any:
+        """Returns a constraint for a variable's shape, with new variables.
+
+        It has the names of the equation that it is for.
+        """
         aval = variable.aval
         key = aval.shape, aval.dtype, spec
         if key not in self._made:
@@ -142,11 +145,9 @@ class _Constraints:
                 constrain = jax.lax.optimization_barrier
             shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
             self._made[key] = jax.make_jaxpr(constrain)(shape).jaxpr
-        (equation,) = self._made[key].eqns
-        return equation.replace(
-            invars=[Var(v.aval) for v in equation.invars],
-            outvars=[Var(v.aval) for v in equation.outvars],
-        )
+        (made,) = self._made[key].eqns
+        new = {"invars": [Var(aval)], "outvars": [Var(aval)]}
+        return made.replace(**new, source_info=of.source_info)
 
 
 _Specs = tuple[list[PartitionSpec | None], list[PartitionSpec | None]]

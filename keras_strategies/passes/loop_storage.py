@@ -176,7 +176,9 @@ class _Loop:
         if not any(changes):
             return [equation]
         shapes = (get_shape(v.aval) for v in equation.invars)
-        traced = jax.make_jaxpr(self._compute_separately)(*shapes)
+        # It has the names of the loop's layer, for programs' texts.
+        named = jax.named_scope(str(equation.source_info.name_stack))
+        traced = jax.make_jaxpr(named(self._compute_separately))(*shapes)
         outvars = enumerate(equation.outvars)
         outvars = [v for k, v in outvars if k not in self.dropped]
         return inline_program(traced.jaxpr, equation.invars, outvars)

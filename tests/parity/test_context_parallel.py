@@ -277,7 +277,17 @@ def test_blocks_of_words_keep_the_tokens_divided():
         assert f"[{shape}]" not in text
 
 
-def test_layers_that_gather_tokens_are_named():
+@pytest.mark.parametrize(
+    "make_layer",
+    [
+        Summed,
+        functools.partial(layers.LSTM, WIDTH, return_sequences=True),
+        functools.partial(layers.Conv1D, WIDTH, 3, padding="same"),
+    ],
+    ids=["Summed", "LSTM", "Conv1D"],
+)
+def test_layers_that_gather_tokens_are_named(make_layer):
     with pytest.warns(UserWarning, match="outside of attention") as caught:
-        compile_on_cores(Block(), Summed(name="summed"))
-    assert re.search(r"in summed \(\d", str(caught[0].message))
+        compile_on_cores(Block(), make_layer(name="mixing"))
+    assert re.search(r"in mixing \(\d", str(caught[0].message))
+    assert "the step" not in str(caught[0].message)
