@@ -146,8 +146,9 @@ class _Constraints:
             shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
             self._made[key] = jax.make_jaxpr(constrain)(shape).jaxpr
         (made,) = self._made[key].eqns
-        new = {"invars": [Var(aval)], "outvars": [Var(aval)]}
-        return made.replace(**new, source_info=of.source_info)
+        return made.replace(
+            invars=[Var(aval)], outvars=[Var(aval)], source_info=of.source_info
+        )
 
 
 _Specs = tuple[list[PartitionSpec | None], list[PartitionSpec | None]]
