@@ -25,7 +25,8 @@ def place_host_arguments(
       lowered: The program, which is changed in place.
       devices: Its devices. If they are no absent GPUs, nothing changes.
     """
-    if not any(map(is_absent_gpu, devices)):
+    first = next(iter(devices), None)
+    if first is None or not is_absent_gpu(first):
         return lowered
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context:

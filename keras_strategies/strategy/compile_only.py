@@ -1,6 +1,5 @@
 """Strategies over absent TPUs and GPUs, for ahead-of-time compilation."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -9,7 +8,10 @@ import jax
 from keras_strategies.gpu.topology_devices import is_gpu_name, make_gpu_devices
 from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.tpu.device_groups import make_tpu_devices
-from keras_strategies.tpu.replica_meshes import make_abstract_mesh
+from keras_strategies.tpu.replica_meshes import (
+    make_abstract_mesh,
+    share_sequences,
+)
 from keras_strategies.variables.partitioners import PartitionerLike
 
 
@@ -106,7 +108,7 @@ class CompileOnlyStrategy(Strategy):
         strategy._resolver = None
         Strategy.__init__(
             strategy,
-            dataclasses.replace(mesh, context_parallel=context_parallel),
+            share_sequences(mesh, context_parallel),
             layout_map=layout_map,
             variable_partitioner=variable_partitioner,
         )

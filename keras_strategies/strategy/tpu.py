@@ -1,6 +1,5 @@
 """`TPUStrategy`: each replica runs on one TPU core or on several."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from keras_strategies.tpu.replica_meshes import (
     check_resolver,
     choose_assignment,
     make_mesh,
+    share_sequences,
 )
 from keras_strategies.variables.partitioners import PartitionerLike
 
@@ -57,8 +57,10 @@ class TPUStrategy(CompileOnlyStrategy):
     Raises:
       ValueError: if an assignment has no devices or is passed under both names,
         if processes share only some of their replicas or have
-        different numbers of replicas, or if `layout_map` is not valid.
-      TypeError: if the resolver or the assignment has the wrong type.
+        different numbers of replicas, if `layout_map` is not valid, or if
+        replicas of one core should share sequences.
+      TypeError: if the resolver, the assignment or `context_parallel` has the
+        wrong type.
 
     Example:
       ```python
@@ -99,8 +101,7 @@ class TPUStrategy(CompileOnlyStrategy):
             assignment,
             variable_partitioner,
         )
-        if context_parallel:
-            mesh = dataclasses.replace(mesh, context_parallel=True)
+        mesh = share_sequences(mesh, context_parallel)
         super().__init__(
             mesh,
             layout_map=layout_map,

@@ -127,10 +127,16 @@ def test_an_assignment_makes_replicas_of_its_cores(make):
         ({"layout_map": {"a": None}}, ValueError, ["'a'", "None", "tuple"]),
         ({"layout_map": {"(": ("model",)}}, ValueError, ["'('", "regular"]),
         (
-            {"layout_map": {"a": ("model",)}, "context_parallel": True},
+            {
+                "device_assignment": make_assignment(2, 3),
+                "layout_map": {"a": ("model",)},
+                "context_parallel": True,
+            },
             ValueError,
             ["`context_parallel`", "1 entries", "Omit one"],
         ),
+        ({"context_parallel": 4}, TypeError, ["bool", "4", "assignment"]),
+        ({"context_parallel": True}, ValueError, ["one core", "assignment"]),
     ],
 )
 def test_wrong_arguments_are_named(arguments, kind, parts):
