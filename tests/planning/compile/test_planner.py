@@ -101,9 +101,12 @@ class Step:
         self.efforts, self.remat = [], None
         self.has_remat = False
         self.narrow_sums = ""
-        self.note, self.steps = "", 1
+        self.note, self.steps, self.logit_bytes = "", 1, 0.0
         self.shared, self.max_rows = 0.0, math.inf
         self.text = PRODUCT
+
+    def host_bytes(self):
+        return 0.0
 
     def lower(self, rows):
         if rows > self.max_rows:

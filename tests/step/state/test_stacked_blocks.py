@@ -8,7 +8,7 @@ from keras import layers, optimizers
 
 import keras_strategies as ks
 from keras_strategies.kernels import scanned_blocks
-from keras_strategies.spmd import replica_map
+from keras_strategies.spmd import shard_exchange
 from keras_strategies.step.state import stacked_blocks
 from keras_strategies.testing import assert_replicated
 from tests.support.combinations import combine
@@ -284,7 +284,7 @@ def test_reading_the_learning_rate_divides_nothing(runs):
 
 def test_loops_over_shards_are_not_cached_on_cpus(monkeypatch):
     found = []
-    monkeypatch.setattr(replica_map, "keep_out_of_cache", found.append)
+    monkeypatch.setattr(shard_exchange, "keep_out_of_cache", found.append)
     for is_scanned in (False, True):
         fit(compiled(is_scanned=is_scanned))
         assert bool(found) == is_scanned
