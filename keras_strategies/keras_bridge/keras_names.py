@@ -34,6 +34,10 @@ NN: Any = getattr(jax_backend, "nn", None) or vars(jax_backend)["ops"].nn
 """The backend module that defines `dot_product_attention`: `nn` in Keras 3.15,
 `ops.nn` in 3.16."""
 
+CORE: Any = getattr(jax_backend, "core", None) or vars(jax_backend)["ops"]
+"""The backend module whose `remat` Keras calls: `core` in Keras 3.15, `ops` in
+3.16."""
+
 DATA_ADAPTERS: Any = data_adapters
 """The module that chooses how Keras reads the data of a loop."""
 

@@ -326,8 +326,7 @@ def _find_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield rnn, "lstm", _wrap_lstm
     keras_random = importlib.import_module("keras.src.backend.jax.random")
     yield keras_random, "jax_draw_seed", _wrap_seeds
-    core = importlib.import_module("keras.src.backend").core
-    yield core, "remat", _wrap_remat
+    yield keras_names.CORE, "remat", _wrap_remat
     sizes = "compute_rnn_workspace_reserve_space_sizes"
     yield gpu_rnn, sizes, _wrap_sizes
     yield from find_layer_patches()

@@ -31,6 +31,7 @@ def test_each_version_has_its_names():
     found = {
         "the trainer": keras_names.TRAINER.__name__,
         "attention": keras_names.NN.__name__,
+        "rematerialization": keras_names.CORE.__name__,
         "builds first": keras_names.BUILDS_FIRST,
         "numbers orders": keras_names.ORDERS_ARE_NUMBERED,
         "stacks batches": keras_names.SUPER_BATCHES,
@@ -38,6 +39,9 @@ def test_each_version_has_its_names():
     assert found == {
         "the trainer": "BaseTrainer" if IN_3_16 else "Trainer",
         "attention": f"keras.src.backend.jax.{'ops.' * IN_3_16}nn",
+        "rematerialization": (
+            f"keras.src.backend.jax.{'ops' if IN_3_16 else 'core'}"
+        ),
         "builds first": IN_3_16,
         "numbers orders": IN_3_16,
         "stacks batches": IN_3_16,
@@ -61,6 +65,11 @@ def test_attention_is_looked_up_in_its_module(monkeypatch):
     monkeypatch.setattr(keras_names.NN, "dot_product_attention", attention)
     rows = np.ones((1, 2, 1, 4), "float32")
     assert keras.ops.dot_product_attention(rows, rows, rows) == "replaced"
+
+
+def test_rematerialization_is_looked_up_in_its_module(monkeypatch):
+    monkeypatch.setattr(keras_names.CORE, "remat", lambda fn: "replaced")
+    assert keras.remat(len) == "replaced"
 
 
 # Building.
