@@ -154,7 +154,7 @@ def _scan_blocks(
     Its arguments are the carry, the words (those of the last block may not
     exist), the kernel's block, the logits of shape (..., words), and the
     derivative of the cap. A kernel that is sharded is gathered a block at a
-    time (see `passes/sharded_calls.py`).
+    time (see `passes/specs.py`).
     """
     hidden, kernel, bias = arrays
     axis, size = options.words_axis, options.block_size

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from keras_strategies.passes.constrained_operations import (
     leave_out_open_constraints,
 )
 from keras_strategies.passes.specs import Axis
+from keras_strategies.spmd.mesh_checks import check_cores, check_owners
 
 GROUPS = "group"
 """Name of the mesh axis of the groups over which variables are sharded."""
@@ -57,7 +57,8 @@ class ReplicaMesh:
         number of devices is not divisible by `cores_per_replica`; if
         `reduce_dtype` is not a float dtype; if processes have different numbers
         of replicas; or if processes share only some of their replicas.
-      TypeError: if an entry of `devices` is not a JAX device.
+      TypeError: if an entry of `devices` is not a JAX device, or
+        `context_parallel` is not a bool.
 
     Example:
       ```python
@@ -99,13 +100,7 @@ class ReplicaMesh:
                 f"{format_devices(self.devices)}. Pass each device once."
             )
         cores = self.cores_per_replica
-        if cores < 1 or len(self.devices) % cores:
-            raise ValueError(
-                "All replicas must have the same number of devices. Received: "
-                f"{len(self.devices)} devices, cores_per_replica={cores}. "
-                "Pass a number of devices that is a multiple of "
-                "`cores_per_replica`."
-            )
+        check_cores(len(self.devices), cores, self.context_parallel)
         if self.shards is not None and (
             self.shards < 1 or self.num_replicas % self.shards
         ):
@@ -114,7 +109,7 @@ class ReplicaMesh:
                 f"Received: shards={self.shards} and {self.num_replicas} "
                 "replicas. Pass a divisor of the number of replicas."
             )
-        _check_owners(self._owners, cores)
+        check_owners(self._owners, cores)
 
     @property
     def _owners(self) -> list[int]:
@@ -333,43 +328,6 @@ def copy_with_sharding(
     # the sharding. An array that is moved may share the source's buffer (jax
     # 0.10.2), hence the second call.
     return jax.device_put(moved, sharding, may_alias=False)
-
-
-def _check_owners(owners: list[int], cores: int) -> None:
-    """Raises ValueError unless each process's replicas are contiguous.
-
-    Args:
-      owners: The id of the process that each device belongs to.
-      cores: Number of devices of each replica.
-    """
-    replica_groups = [
-        frozenset(owners[k : k + cores]) for k in range(0, len(owners), cores)
-    ]
-    groups = dict.fromkeys(replica_groups)
-    shown = [sorted(group) for group in groups]
-    if sum(map(len, groups)) > len(set(owners)):
-        raise ValueError(
-            "Processes that share a replica must share all of their replicas, "
-            "because they read the same rows. Received: replicas whose cores "
-            f"belong to the processes {_shorten(shown)}. Choose a "
-            "`computation_shape` within the chips of one host, such as "
-            "[2, 2, 1, 1], or one that covers all chips of its hosts."
-        )
-    runs = [(k, len(list(run))) for k, run in itertools.groupby(replica_groups)]
-    if len(runs) != len(groups) or len({count for _, count in runs}) > 1:
-        sorted_groups = [sorted(group) for group in replica_groups]
-        processes = [g[0] if len(g) == 1 else g for g in sorted_groups]
-        raise ValueError(
-            "All processes must have the same number of replicas, and the "
-            "replicas of a process must be consecutive. Received: replicas "
-            f"that belong to the processes {_shorten(processes)}, in the order "
-            "of replica ids. Pass the same number of devices from each "
-            "process, ordered by process."
-        )
-
-
-def _shorten(items: list[Any]) -> str:
-    return f"{items[:16]}{'...' if len(items) > 16 else ''}"
 
 
 def standardize_reduce_dtype(raw: Any) -> str | None:

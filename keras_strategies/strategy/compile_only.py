@@ -1,5 +1,6 @@
 """Strategies over absent TPUs and GPUs, for ahead-of-time compilation."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -10,7 +11,6 @@ from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.tpu.device_groups import make_tpu_devices
 from keras_strategies.tpu.replica_meshes import (
     make_abstract_mesh,
-    share_sequences,
 )
 from keras_strategies.variables.partitioners import PartitionerLike
 
@@ -108,7 +108,7 @@ class CompileOnlyStrategy(Strategy):
         strategy._resolver = None
         Strategy.__init__(
             strategy,
-            share_sequences(mesh, context_parallel),
+            dataclasses.replace(mesh, context_parallel=context_parallel),
             layout_map=layout_map,
             variable_partitioner=variable_partitioner,
         )

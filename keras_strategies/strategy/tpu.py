@@ -1,5 +1,6 @@
 """`TPUStrategy`: each replica runs on one TPU core or on several."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,6 @@ from keras_strategies.tpu.replica_meshes import (
     check_resolver,
     choose_assignment,
     make_mesh,
-    share_sequences,
 )
 from keras_strategies.variables.partitioners import PartitionerLike
 
@@ -101,7 +101,7 @@ class TPUStrategy(CompileOnlyStrategy):
             assignment,
             variable_partitioner,
         )
-        mesh = share_sequences(mesh, context_parallel)
+        mesh = dataclasses.replace(mesh, context_parallel=context_parallel)
         super().__init__(
             mesh,
             layout_map=layout_map,

@@ -3,7 +3,6 @@
 A replica mesh defines which devices each replica uses, and in which order.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -305,25 +304,3 @@ def _check_resolver(cluster_resolver: object) -> None:
         f"{cluster_resolver!r} of type {type(cluster_resolver).__name__}. "
         "Pass a `TPUClusterResolver`, or omit the argument."
     )
-
-
-def share_sequences(mesh: ReplicaMesh, context_parallel: object) -> ReplicaMesh:
-    """Returns a mesh whose replicas' cores share sequences, or the same mesh.
-
-    Raises:
-      TypeError: if `context_parallel` is not a bool.
-      ValueError: if replicas have one core, which has nothing to share.
-    """
-    if not isinstance(context_parallel, bool):
-        raise TypeError(
-            "`context_parallel` must be a bool. Received: "
-            f"context_parallel={context_parallel!r}. Pass True, and choose the "
-            "number of cores of a replica with a device assignment."
-        )
-    if context_parallel and mesh.cores_per_replica == 1:
-        raise ValueError(
-            "`context_parallel` must be used with replicas of several cores. "
-            "Received: context_parallel=True and replicas of one core. Pass a "
-            "device assignment with a `computation_shape`."
-        )
-    return dataclasses.replace(mesh, context_parallel=context_parallel)

@@ -125,10 +125,12 @@ class Capture:
 
         Strategies over other devices are not changed.
         """
-        assigned = self._assigned
         # A strategy may have made a copy of the mesh.
-        is_assigned = assigned is not None and mesh.devices is assigned.devices
-        if mesh is not self._slice and not is_assigned:
+        is_slice, is_assigned = (
+            known is not None and mesh.devices is known.devices
+            for known in (self._slice, self._assigned)
+        )
+        if not is_slice and not is_assigned:
             return mesh, layout_map, partitioner
         layout = self._layout
         if layout is None:

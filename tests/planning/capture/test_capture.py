@@ -25,7 +25,7 @@ from keras_strategies.planning.capture.errors import (
 from keras_strategies.planning.capture.request import Request
 from keras_strategies.planning.capture.worker import Worker
 from keras_strategies.planning.compile import run_step
-from keras_strategies.planning.compile.layouts import Layout
+from keras_strategies.planning.compile.layouts import Layout, parse_layout
 from tests.docs import test_notebooks
 from tests.multi_process import epochs_with_manager
 from tests.planning.capture.scripts import HEAD, MIRRORED, MODEL
@@ -392,7 +392,9 @@ def test_every_strategy_becomes_the_slices(tmp_path, strategy, monkeypatch):
     cluster = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
     text = HEAD + f"strategy = {strategy}\n" + MODEL + "model.fit(x, y)"
-    assert caught(tmp_path, text).step.mesh.num_replicas == 8
+    capture = caught(tmp_path, text, parse_layout("sharded:4"))
+    mesh = capture.step.mesh
+    assert (mesh.num_replicas, mesh.shards) == (8, 4)
 
 
 def test_sequences_that_cores_share_are_planned_so(tmp_path):
