@@ -55,8 +55,9 @@ class ReplicaMesh:
     Raises:
       ValueError: if `devices` is empty; if there are duplicates; if the
         number of devices is not divisible by `cores_per_replica`; if
-        `reduce_dtype` is not a float dtype; if processes have different numbers
-        of replicas; or if processes share only some of their replicas.
+        `reduce_dtype` is not a float dtype; if replicas of one core should
+        share sequences; if processes have different numbers of replicas; or if
+        processes share only some of their replicas.
       TypeError: if an entry of `devices` is not a JAX device, or
         `context_parallel` is not a bool.
 
