@@ -20,7 +20,7 @@ from keras_strategies.names import versions as _versions
 from keras_strategies.names.lazy_names import DISTRIBUTE as _INSTEAD
 from keras_strategies.names.lazy_names import lazy_names as _lazy_names
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _MODULES = {
     "callbacks": "",
