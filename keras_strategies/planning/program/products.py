@@ -18,7 +18,7 @@ from keras_strategies.planning.seam import (
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _SUMMED = re.compile(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)")
-_KERNEL = re.compile(rf"{hlo.KERNELS}(\d+)/.*splash_m[hq]a_(fwd|dq|dkv)")
+_KERNEL = re.compile(rf"{hlo.KERNELS}(\d+)\)*/.*splash_m[hq]a_(fwd|dq|dkv)")
 _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 """For each kernel of attention, its number of matrix products."""
 _DTYPE = re.compile(r"\(?([a-z]+\d*\w*)\[")

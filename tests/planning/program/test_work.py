@@ -165,6 +165,8 @@ def test_operations_of_attentions_kernels_and_no_others():
 
     scope = "splash_attention_10/static"
     assert call(f"{scope}/splash_mha_fwd") == 2 * 10 * 2
+    # Outside of layers, the scope of a forward pass is in parentheses.
+    assert call("jvp(splash_attention_10)/static/splash_mha_fwd") == 2 * 10 * 2
     assert call(f"{scope}/splash_mqa_dq") == 2 * 10 * 3
     assert call(f"{scope}/splash_mha_dkv_no_residuals") == 2 * 10 * 4
     assert call("mine") == call("splash_mha_fwd") == 0
