@@ -93,8 +93,7 @@ def attention_for(
 def _find_trace() -> Trace | None:
     """Returns the trace for TPUs that this thread makes, or None."""
     trace = current_trace()
-    is_tpu = trace is not None and trace.mesh.platform == "tpu"
-    return trace if is_tpu else None
+    return trace if trace and trace.mesh.platform == "tpu" else None
 
 
 @contextlib.contextmanager
@@ -237,13 +236,7 @@ def _attend(
     """Computes attention with the kernel, on each core its heads."""
     dtype = jnp.result_type(query, key, value)
     query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
-    wrong = None
-    if known is not None:
-        parts, wrong = known
-    elif mask is not None:
-        parts = read_mask(mask, query, key)
-    else:
-        parts = AttentionMask()
+    parts, wrong = known or (read_mask(mask, query, key), None)
     if is_causal:
         parts = make_causal(parts, query, key)
     # Outside of the jitted function, which hides numbers from the analysis of

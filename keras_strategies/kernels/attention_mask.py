@@ -56,8 +56,10 @@ NUM_BY_POSITION = 4
 """The number of a mask's first arrays, which have entries for positions."""
 
 
-def read_mask(array: Array, query: Array, key: Array) -> AttentionMask:
+def read_mask(array: Array | None, query: Array, key: Array) -> AttentionMask:
     """Returns the mask of an array of shape (batch or 1, heads or 1, T, S)."""
+    if array is None:
+        return AttentionMask()
     array = jnp.asarray(array, bool)
     shape = (*array.shape[:2], query.shape[1], key.shape[1])
     return AttentionMask(scores=jnp.broadcast_to(array, shape))

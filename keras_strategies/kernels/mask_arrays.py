@@ -11,6 +11,7 @@ nothing is guessed.
 """
 
 import functools
+import itertools
 import operator
 from typing import Any
 
@@ -56,13 +57,13 @@ def recognize_mask(
     if not len(shape) == query.ndim == key.ndim == 4:
         return None
     sizes = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    pairs = list(zip(shape, sizes, strict=True))
+    pairs = zip(shape, sizes, strict=True)
     if not all(n in (1, size) for n, size in pairs) or 0 in sizes:
         return None
-    dims = tuple(dim if n > 1 else None for dim, n in enumerate(shape))
     try:
         table = _Table(sizes)
-        entries = table.compute(Value.of(array, dims, sizes))
+        dims, budget = tuple(range(4)), itertools.count()
+        entries = table.compute(Value.of(array, None, dims, sizes, budget))
         return table.make_mask(entries != 0)
     except NotRecognized:
         return None
@@ -71,8 +72,9 @@ def recognize_mask(
 class _Table:
     """Computes a mask for each distance, and for each combination of flags.
 
-    The first dimension of its arrays is that of the distances, or has a size of
-    1, and each further one is that of a flag.
+    The last dimension of its arrays is that of the distances, and each one
+    before is that of a flag, from the last flag to the first. Arrays broadcast:
+    they may lack the first dimensions.
 
     Args:
       sizes: The shape of the mask.
@@ -94,12 +96,12 @@ class _Table:
         if not {QUERIES, KEYS} <= value.find_dims():
             number = value.sample({})
             if number is not None:
-                return number.reshape((1,) * (_MAX_FLAGS + 1))
+                return number
             if not _is_binary(value):
                 raise NotRecognized
             return self._add_flag(value)
         if value.equation is None:
-            return self._spread(self._read_array(value))
+            return self._read_array(value)
         if value.name not in BY_ENTRY:
             raise NotRecognized
         operands = value.operands
@@ -110,18 +112,14 @@ class _Table:
             entries = compute_entries(value, map(self.compute, operands))
         return entries
 
-    def _spread(self, distances: np.ndarray) -> np.ndarray:
-        return distances.reshape((-1,) + (1,) * _MAX_FLAGS)
-
     def _add_flag(
         self, value: Value, other: Value | None = None, dtype: Any = None
     ) -> np.ndarray:
         self._flags.append((value, other))
         if len(self._flags) > _MAX_FLAGS:
             raise NotRecognized
-        shape = [1] * (_MAX_FLAGS + 1)
-        shape[len(self._flags)] = 2
-        return np.array([0, 1], dtype or value.dtype).reshape(shape)
+        flag = np.array([0, 1], dtype or value.dtype)
+        return flag.reshape(2, *[1] * len(self._flags))
 
     def _read_array(self, value: Value) -> np.ndarray:
         """Reads an array that is known when the step is traced."""
@@ -143,10 +141,7 @@ class _Table:
         if any({QUERIES, KEYS} <= each for each in dims):
             return None
         axes = {dim: np.arange(self._sizes[dim]) for dim in (QUERIES, KEYS)}
-        found = [
-            v.sample({dim: axes[dim] for dim in each & axes.keys()})
-            for v, each in zip(operands, dims, strict=True)
-        ]
+        found = [v.sample(axes) for v in operands]
         known = [array for array in found if array is not None]
         if len(known) < len(found):
             if value.name != "eq" or not all(map(_is_integer, operands)):
@@ -163,9 +158,7 @@ class _Table:
             QUERIES: np.clip(-self._distances, 0, None),
             KEYS: np.clip(self._distances, 0, None),
         }
-        pairs = zip(known, dims, strict=True)
-        samples = (array[places[dim]] for array, (dim,) in pairs)
-        return self._spread(compute_entries(value, samples))
+        return compute_entries(value, [v.sample(places) for v in operands])
 
     def _compute_minimum(
         self, value: Value, operands: list[Value]
@@ -174,8 +167,7 @@ class _Table:
 
         These are assumed not to be negative, so that the minimum is 0 or 1.
         """
-        both = {QUERIES, KEYS}
-        others = [v for v in operands if not both <= v.find_dims()]
+        others = [v for v in operands if not {QUERIES, KEYS} <= v.find_dims()]
         numbers = [v for v in others if not _is_binary(v)]
         if len(numbers) != 1 or not _is_integer(numbers[0]):
             return None
@@ -184,8 +176,7 @@ class _Table:
         if not np.isin(entries, (0, 1)).all():
             raise NotRecognized
         self._assumed += numbers
-        flag = self._add_flag(numbers[0])
-        return compute_entries(value, (entries, flag))
+        return compute_entries(value, (entries, self._add_flag(numbers[0])))
 
     def make_mask(
         self, is_used: np.ndarray
@@ -195,12 +186,12 @@ class _Table:
         Args:
           is_used: Whether the keys at a distance are attended to.
         """
-        used: dict[int, list[Array]] = {QUERIES: [], KEYS: []}
-        segments = (None, None)
-        sizes = (2,) * len(self._flags), (1,) * (_MAX_FLAGS - len(self._flags))
-        is_used = np.broadcast_to(is_used, (len(is_used), *sizes[0], *sizes[1]))
-        for place, (value, other) in enumerate(self._flags, 1):
-            no, yes = (is_used.take([k], place) for k in (0, 1))
+        used = dict[int, Array]()
+        segments: tuple[Array | None, ...] = (None, None)
+        shape = *[2] * len(self._flags), len(self._distances)
+        is_used = np.broadcast_to(is_used, shape)
+        for value, other in reversed(self._flags):
+            no, yes = is_used
             is_used = no if not yes.any() else yes
             if (no == yes).all():
                 continue
@@ -208,28 +199,16 @@ class _Table:
                 raise NotRecognized
             if other is None:
                 dim = _find_dim(value)
-                is_true = value.compute_rows(dim) != 0
-                used[dim].append(is_true == yes.any())
-            elif yes.any() and segments == (None, None):
+                flag = (value.compute_rows(dim) != 0) == yes.any()
+                used[dim] = flag & used[dim] if dim in used else flag
+            elif yes.any() and segments[0] is None:
                 one, two = value.compute_rows(QUERIES), other.compute_rows(KEYS)
                 segments = one.astype("int32"), two.astype("int32")
             else:
                 raise NotRecognized
-        shape = self._distances.shape
-        left, right = self._find_limits(np.broadcast_to(is_used.ravel(), shape))
-        flags = {
-            dim: functools.reduce(operator.and_, each)
-            for dim, each in used.items()
-            if each
-        }
-        mask = AttentionMask(
-            left=left,
-            right=right,
-            queries=flags.get(QUERIES),
-            keys=flags.get(KEYS),
-            query_segments=segments[0],
-            key_segments=segments[1],
-        )
+        left, right = self._find_limits(is_used)
+        arrays = used.get(QUERIES), used.get(KEYS), *segments, None
+        mask = AttentionMask(left=left, right=right).with_arrays(arrays)
         wrong = [
             (v.compute_rows(_find_dim(v)) < 0).any(1) for v in self._assumed
         ]
@@ -249,9 +228,7 @@ class _Table:
 
 
 def _is_integer(value: Value) -> bool:
-    is_number = jnp.issubdtype(value.dtype, jnp.integer)
-    is_number |= value.dtype == jnp.bool_
-    return bool(is_number) and value.dtype.itemsize <= 4
+    return value.dtype.kind in "biu" and value.dtype.itemsize <= 4
 
 
 def _find_dim(value: Value) -> int:
@@ -261,8 +238,7 @@ def _find_dim(value: Value) -> int:
 def _is_binary(value: Value) -> bool:
     """Returns whether each number of a value is surely 0 or 1."""
     value = value.skip_moves()
-    number = value.sample({})
-    if value.dtype == jnp.bool_ or number in (0, 1):
+    if value.dtype == jnp.bool_ or value.sample({}) in (0, 1):
         return True
     if value.name in ("min", "max", "mul", "and", "convert_element_type"):
         return all(map(_is_binary, value.operands))

@@ -7,7 +7,7 @@ holds them).
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +44,8 @@ BY_ENTRY = names_in(
     "min mul ne neg not or rem select_n sign sub xor",
 )
 """Primitives that compute each entry from the same entries of the operands."""
+_COUNTS = {"iota": "dimension", "cumsum": "axis"}
+"""Primitives that count along a dimension, and its parameter."""
 _MAX_VALUES = 5000
 
 
@@ -74,7 +76,7 @@ class Value:
       call: That function, or None.
       dims: See `Dims`.
       sizes: The shape of the mask: rows, heads, queries and keys.
-      budget: A list with an entry for each value that was followed.
+      budget: An iterator that counts the values that were followed.
       equation: The equation that computes the value; None if it is an input or
         a constant.
     """
@@ -83,69 +85,57 @@ class Value:
     call: _Call | None
     dims: Dims
     sizes: tuple[int, ...]
-    budget: list[None]
+    budget: Iterator[int]
     equation: Any
 
     @classmethod
     def of(
-        cls,
-        atom: Any,
-        dims: Dims,
-        sizes: tuple[int, ...],
-        call: _Call | None = None,
-        budget: list[None] | None = None,
+        cls, atom: Any, call: _Call | None, dims: Dims, *mask: Any
     ) -> "Value":
         """Returns the value of an array, with the equation that computes it.
 
         The equation may be in a function that the trace calls.
-        """
-        budget = [] if budget is None else budget
-        budget.append(None)
-        if len(budget) > _MAX_VALUES:
-            raise NotRecognized
-        while True:
-            equation: Any = None
-            if call is None:
-                atom = _lower(atom)
-                if (source := get_tensor_attr(atom, SOURCE)) is not None:
-                    atom = source
-                    continue
-                equation = getattr(atom, "parent", None)
-                variable = getattr(atom, "val", None)
-                operands = [(x, None) for x in getattr(equation, "invars", ())]
-            elif isinstance(atom, Literal):
-                atom, call = atom.val, None
-                break
-            elif atom in call.inputs:
-                atom, call = call.inputs[atom]
-                continue
-            else:
-                equation, variable = call.makers[atom], atom
-                operands = [(v, call) for v in equation.invars]
-            inner = None if equation is None else find_called_jaxpr(equation)
-            if inner is None:
-                break
-            jaxpr, consts = inner
-            operands += [(const, None) for const in consts]
-            names = [*jaxpr.invars, *jaxpr.constvars]
-            inputs: dict[Any, Any] = dict(zip(names, operands, strict=True))
-            outputs: list[Any] = list(getattr(equation, "outvars", ()))
-            atom = jaxpr.outvars[outputs.index(variable)]
-            call = _Call(jaxpr, inputs)
-        return cls(atom, call, dims, sizes, budget, equation)
 
-    def _make(self, operand: Any, dims: Dims) -> "Value":
-        return self.of(operand, dims, self.sizes, self.call, self.budget)
+        Args:
+          atom: See `Value`.
+          call: See `Value`.
+          dims: See `Dims`. Those along which the value has one entry are left
+            out.
+          *mask: The shape of the mask, and the budget.
+        """
+        equation = variable = None
+        if call is None:
+            # A tracer may only stand for another one, or for an array.
+            atom = atom.full_lower() if hasattr(atom, "full_lower") else atom
+            if (source := get_tensor_attr(atom, SOURCE)) is not None:
+                return cls.of(source, None, dims, *mask)
+            equation = getattr(atom, "parent", None)
+            variable = getattr(atom, "val", None)
+        elif isinstance(atom, Literal):
+            atom, call = atom.val, None
+        elif atom in call.inputs:
+            return cls.of(*call.inputs[atom], dims, *mask)
+        else:
+            equation, variable = call.makers[atom], atom
+        if next(mask[1]) > _MAX_VALUES:
+            raise NotRecognized
+        inner = None if equation is None else find_called_jaxpr(equation)
+        if equation is None or inner is None:
+            pairs = zip(dims, _find_shape(atom), strict=False)
+            dims = tuple(dim if n > 1 else None for dim, n in pairs)
+            return cls(atom, call, dims, mask[0], mask[1], equation)
+        jaxpr, consts = inner
+        operands = [(x, call) for x in equation.invars]
+        operands += [(const, None) for const in consts]
+        names = [*jaxpr.invars, *jaxpr.constvars]
+        inner = _Call(jaxpr, dict(zip(names, operands, strict=True)))
+        place = list(equation.outvars).index(variable)
+        return cls.of(jaxpr.outvars[place], inner, dims, *mask)
 
     @property
     def name(self) -> str:
         """The name of the primitive that computes the value, or ""."""
         return "" if self.equation is None else self.equation.primitive.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The value's shape."""
-        return np.shape(getattr(self.atom, "aval", self.atom))
 
     @property
     def dtype(self) -> Any:
@@ -160,21 +150,25 @@ class Value:
 
     @property
     def operands(self) -> list["Value"]:
-        """The operands of a primitive of `BY_ENTRY`."""
-        found = []
-        for operand in self.equation.invars:
-            # Sizes of 1 are broadcast, and so are scalars.
-            shape = np.shape(getattr(operand, "aval", operand))
-            pairs = zip(self.dims, shape, strict=False)
-            dims = tuple(dim if n > 1 else None for dim, n in pairs)
-            found.append(self._make(operand, dims))
-        return found
+        """The operands of a primitive of `BY_ENTRY`, or of a `cumsum`."""
+        places = range(len(self.equation.invars))
+        return [self._read(place, self.dims) for place in places]
+
+    @property
+    def _counted(self) -> int | None:
+        """The dimension along which a primitive of `_COUNTS` counts."""
+        return self.dims[self.equation.params[_COUNTS[self.name]]]
+
+    def _read(self, place: int, dims: Dims) -> "Value":
+        """Returns an operand."""
+        operand = self.equation.invars[place]
+        return self.of(operand, self.call, dims, self.sizes, self.budget)
 
     def skip_moves(self) -> "Value":
         """Returns the value from which this one is only moved or broadcast."""
         value = self
         while (dims := value._find_source_dims()) is not None:
-            value = value._make(value.equation.invars[0], dims)
+            value = value._read(0, dims)
         return value
 
     def _find_source_dims(self) -> Dims | None:
@@ -182,31 +176,24 @@ class Value:
         if self.equation is None or not self.equation.invars:
             return None
         params, operands = self.equation.params, self.equation.invars
-        before = np.shape(getattr(operands[0], "aval", operands[0]))
-        pairs = list(zip(self.dims, self.shape, strict=True))
+        before, shape = map(_find_shape, (operands[0], self.atom))
         if self.name in _SAME:
             return self.dims if len(operands) == 1 else None
         if self.name == "broadcast_in_dim":
-            places = params["broadcast_dimensions"]
-            return tuple(
-                self.dims[place] if n > 1 else None
-                for n, place in zip(before, places, strict=True)
-            )
+            return tuple(self.dims[k] for k in params["broadcast_dimensions"])
         if self.name == "transpose":
             places = params["permutation"]
             return tuple(self.dims[places.index(k)] for k in range(len(before)))
         if self.name in ("reshape", "squeeze"):
-            kept = [(dim, n) for dim, n in pairs if n > 1]
-            if [n for _, n in kept] != [n for n in before if n > 1]:
+            if [n for n in shape if n > 1] != [n for n in before if n > 1]:
                 return None
-            dims = iter([dim for dim, _ in kept])
+            pairs = zip(self.dims, shape, strict=True)
+            dims = iter([dim for dim, n in pairs if n > 1])
             return tuple(next(dims) if n > 1 else None for n in before)
         is_first = self.name == "slice" and not any(params["start_indices"])
         is_first &= not params.get("strides")
-        is_all = self.name == "dynamic_slice" and before == self.shape
-        if is_first or is_all:
-            return tuple(dim if n > 1 else None for dim, n in pairs)
-        return None
+        is_all = self.name == "dynamic_slice" and before == shape
+        return self.dims if is_first or is_all else None
 
     def find_dims(self) -> set[int]:
         """Returns the mask's dimensions along which the value may change."""
@@ -214,15 +201,10 @@ class Value:
         dims = {dim for dim in value.dims if dim is not None}
         if not {QUERIES, KEYS} <= dims:
             return dims
-        if value.name == "iota":
-            return {value.dims[value.equation.params["dimension"]]} - {None}
-        if value.name == "cumsum":
-            operand = value._make(value.equation.invars[0], value.dims)
-            axis = value.dims[value.equation.params["axis"]]
-            return (operand.find_dims() | {axis}) - {None}
-        if value.name in BY_ENTRY:
-            return set[int]().union(*(v.find_dims() for v in value.operands))
-        return dims
+        if value.name not in (*BY_ENTRY, *_COUNTS):
+            return dims
+        found = dims & {value._counted} if value.name in _COUNTS else set[int]()
+        return found.union(*(v.find_dims() for v in value.operands))
 
     def sample(self, places: Mapping[Any, np.ndarray]) -> np.ndarray | None:
         """Returns entries of a value that is known when the step is traced.
@@ -240,21 +222,24 @@ class Value:
         if value.constant is not None:
             index = tuple(places.get(dim, 0) for dim in value.dims)
             return np.asarray(np.asarray(value.constant, value.dtype)[index])
-        if value.name in ("iota", "cumsum"):
-            params, number = value.equation.params, np.array(1)
-            dim = value.dims[params.get("dimension", params.get("axis"))]
-            place = places.get(dim, np.array(0))
-            if value.name == "cumsum":
-                operand = value._make(value.equation.invars[0], value.dims)
-                number, place = operand.sample({}), place + 1
-            if number is None or params.get("reverse"):
-                return None
-            return np.asarray(place * number.astype(int), value.dtype)
-        if value.name not in BY_ENTRY:
+        is_count = value.name in _COUNTS
+        if not is_count and value.name not in BY_ENTRY:
             return None
-        entries = [v.sample(places) for v in value.operands]
-        is_known = not any(x is None for x in entries)
-        return compute_entries(value, entries) if is_known else None
+        # A `cumsum` is known if it adds up one number.
+        inner = {} if is_count else places
+        sampled = [v.sample(inner) for v in value.operands]
+        entries = [x for x in sampled if x is not None]
+        if len(entries) < len(sampled):
+            return None
+        if not is_count:
+            return compute_entries(value, entries)
+        found = places.get(value._counted, np.array(0)).astype("float64")
+        for number in entries:
+            found = (found + 1) * number.astype("float64")
+        rounded = np.asarray(found, value.dtype)
+        is_exact = not entries or (rounded.astype("float64") == found).all()
+        is_exact &= not value.equation.params.get("reverse")
+        return rounded if is_exact else None
 
     def with_dims(self, array: Any, dims: Sequence[int]) -> Any:
         """Returns an array like the value with the given dims of the mask.
@@ -263,16 +248,12 @@ class Value:
           array: An array of the value's shape.
           dims: Dimensions of the mask; those that the value lacks have size 1.
         """
-        places = [k for k, dim in enumerate(self.dims) if dim in dims]
-        index = tuple(
-            slice(None) if k in places else 0 for k in range(array.ndim)
-        )
-        array = array[index]
-        held = [self.dims[k] for k in places]
+        held = [dim for dim in self.dims if dim in dims]
+        index = (slice(None) if dim in dims else 0 for dim in self.dims)
+        array = array[tuple(index)]
         array = array.transpose([held.index(d) for d in dims if d in held])
-        shape = iter(array.shape)
-        array = array.reshape([next(shape) if d in held else 1 for d in dims])
-        return array[tuple(slice(self.sizes[d]) for d in dims)]
+        index = (slice(self.sizes[d]) if d in held else None for d in dims)
+        return array[tuple(index)]
 
     def compute_rows(self, dim: int) -> Array:
         """Computes a value that changes along the rows and a dimension only.
@@ -290,18 +271,17 @@ class Value:
         return jnp.broadcast_to(self.with_dims(array, (ROWS, dim)), shape)
 
 
-def _lower(atom: Any) -> Any:
-    """Returns the tracer, or array, that a tracer only stands for."""
-    return atom.full_lower() if hasattr(atom, "full_lower") else atom
+def _find_shape(atom: Any) -> tuple[int, ...]:
+    return np.shape(getattr(atom, "aval", atom))
 
 
 def _compute(atom: Any, call: _Call | None) -> Any:
     """Computes a value of a called function in the trace that calls it."""
     if call is None or isinstance(atom, Literal):
-        return getattr(atom, "val", atom) if call is not None else atom
+        return atom if call is None else atom.val
     if atom in call.inputs:
         return _compute(*call.inputs[atom])
-    equations = needed_equations(call.jaxpr.eqns, [atom], lambda e: False)
+    equations = needed_equations(call.jaxpr.eqns, [atom])
     (result,) = compute_equations(
         call.jaxpr, equations, [atom], lambda v: _compute(*call.inputs[v])
     )
@@ -310,9 +290,7 @@ def _compute(atom: Any, call: _Call | None) -> Any:
 
 def compute_entries(value: Value, operands: Iterable[Any]) -> np.ndarray:
     """Computes a value of `BY_ENTRY` from arrays that broadcast."""
-    arrays = np.broadcast_arrays(*operands)
+    arrays = map(jnp.asarray, np.broadcast_arrays(*operands))
     with jax.ensure_compile_time_eval():
         bind = value.equation.primitive.bind
-        return np.asarray(
-            bind(*map(jnp.asarray, arrays), **value.equation.params)
-        )
+        return np.asarray(bind(*arrays, **value.equation.params))

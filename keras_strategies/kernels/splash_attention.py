@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from keras_strategies.kernels.attention_mask import (
     pad_mask,
 )
 from keras_strategies.passes.hlo import KERNELS
+from keras_strategies.passes.stages import names_in
 
 LANES = 128
 """Sequence lengths are padded to multiples of this number of a TPU's lanes."""
@@ -27,6 +28,10 @@ _MAX_PADDING = 1.25
 the kernel computes attention. Above, XLA's attention is faster."""
 
 _BLOCKS = (512, 256, LANES)
+_QUERY_BLOCKS = names_in("block_q block_q_dkv block_q_dq")
+_KEY_BLOCKS = names_in(
+    "block_kv block_kv_compute block_kv_dkv block_kv_dkv_compute block_kv_dq"
+)
 DTYPES = ("bfloat16", "float32")
 
 _TABLE_BYTES = 7 << 17
@@ -138,7 +143,7 @@ def splash_attention(
     mean = jnp.mean(value, axis=1, keepdims=True, dtype="float32")
     mean = jnp.repeat(mean, heads // value.shape[2], axis=2)
     mask = pad_mask(mask, query.shape[:2], key.shape[:2], LANES)
-    query, key, value = (_pad(_pad(x, 1), -1) for x in (query, key, value))
+    query, key, value = map(_pad, (query, key, value))
     queries, keys = query.shape[1], key.shape[1]
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     pairs = count_pairs(mask, queries, keys)
@@ -160,11 +165,10 @@ def splash_attention(
     return jnp.where(has_keys[:, :length], result, mean)
 
 
-def _pad(x: Array, axis: int) -> jax.Array:
-    """Pads a dimension with zeros to a multiple of the lanes."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, _round_up(x.shape[axis]) - x.shape[axis])
-    return jnp.pad(x, widths)
+def _pad(x: Array) -> jax.Array:
+    """Pads the length and the depth with zeros to multiples of the lanes."""
+    length, depth = (-n % LANES for n in (x.shape[1], x.shape[3]))
+    return jnp.pad(x, [(0, 0), (0, length), (0, 0), (0, depth)])
 
 
 def _round_up(size: int) -> int:
@@ -181,20 +185,14 @@ def _make_kernel(
     soft_cap: float | None,
 ) -> Any:
     """Makes a kernel for one row of the batch, with a mask known in advance."""
-    kernels, masks = _import_splash()
-    shape = (queries, keys)
+    masks, shape = _import_splash()[1], (queries, keys)
     if left is None and right is None:
         mask = masks.FullMask(shape)
     else:
         mask = masks.LocalMask(shape, (left, right), offset=0)
         mask.mask_function = _compute_once(mask.mask_function, left, right)
-    kernel = kernels.make_splash_mha(
-        masks.MultiHeadMask([mask] * heads),
-        head_shards=1,
-        q_seq_shards=1,
-        block_sizes=_make_block_sizes(queries, keys),
-        attn_logits_soft_cap=soft_cap,
-    )
+    mask = masks.MultiHeadMask([mask] * heads)
+    kernel = _make_splash(mask, queries, keys, soft_cap)
     # As arrays of JAX, these constants would belong to the current devices.
     return jax.tree.map(np.asarray, kernel)
 
@@ -258,8 +256,7 @@ def _attend_by_scores(
         pad_rows(x, groups * size - rows).reshape(groups, size, *x.shape[1:])
         for x in (query, key, value, masks)
     ]
-    results = jax.lax.map(lambda part: attend(*part), parts)
-    return _join_dims(results)[:rows]
+    return _join_dims(jax.lax.map(attend, parts))[:rows]
 
 
 def pad_rows(array: Array, count: int, mode: str = "constant") -> jax.Array:
@@ -268,26 +265,21 @@ def pad_rows(array: Array, count: int, mode: str = "constant") -> jax.Array:
 
 
 def _attend_at_once(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    masks: jax.Array,
-    pairs: int,
-    soft_cap: float | None,
+    part: Sequence[jax.Array], pairs: int, soft_cap: float | None
 ) -> jax.Array:
     """Computes attention with one call of the kernel.
 
     The kernel has no dimension for the batch's rows. `vmap` would run it in a
     loop, so here the heads of all rows are the kernel's heads.
+
+    Args:
+      part: Some rows of the query, of the key, of the value and of the masks.
+      pairs: See `_attend_by_scores`.
+      soft_cap: See `splash_attention`.
     """
+    query, key, value, masks = part
     rows, heads, length, _ = query.shape
-    kernel = _import_splash()[0].make_splash_mha(
-        _join_dims(masks),
-        head_shards=1,
-        q_seq_shards=1,
-        block_sizes=_make_block_sizes(length, key.shape[2]),
-        attn_logits_soft_cap=soft_cap,
-    )
+    kernel = _make_splash(_join_dims(masks), length, key.shape[2], soft_cap)
 
     def repeat(info: Any) -> Any:
         """Repeats a mask's blocks for the heads that share it."""
@@ -325,18 +317,19 @@ def _make_segments(query: Array, key: Array, mask: AttentionMask) -> Any:
     return _import_splash()[0].SegmentIds(queries, keys)
 
 
-def _make_block_sizes(queries: int, keys: int) -> Any:
-    """Returns the largest blocks that divide the lengths."""
-    block_q, block_kv = _find_block(queries), _find_block(keys)
-    return _import_splash()[0].BlockSizes(
-        block_q=block_q,
-        block_kv=block_kv,
-        block_kv_compute=block_kv,
-        block_q_dkv=block_q,
-        block_kv_dkv=block_kv,
-        block_kv_dkv_compute=block_kv,
-        block_q_dq=block_q,
-        block_kv_dq=block_kv,
+def _make_splash(
+    mask: Any, queries: int, keys: int, soft_cap: float | None
+) -> Any:
+    """Makes a kernel with the largest blocks that divide the lengths."""
+    kernels, _ = _import_splash()
+    sizes = dict.fromkeys(_QUERY_BLOCKS, _find_block(queries))
+    sizes |= dict.fromkeys(_KEY_BLOCKS, _find_block(keys))
+    return kernels.make_splash_mha(
+        mask,
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=kernels.BlockSizes(**sizes),
+        attn_logits_soft_cap=soft_cap,
     )
 
 

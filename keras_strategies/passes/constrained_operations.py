@@ -166,9 +166,8 @@ def _close(equation: Equation, dims: Collection[int]) -> _Specs:
     return find_specs(equation.invars), find_specs(equation.outvars)
 
 
-def _close_windows(equation: Equation, axes: tuple[str, ...]) -> _Specs:
+def _close_windows(equation: Equation, _: tuple[str, ...]) -> _Specs:
     """Returns specs that do not shard what windows combine."""
-    del axes
     params = equation.params
     sizes = [
         params[name]
@@ -188,16 +187,14 @@ def _close_windows(equation: Equation, axes: tuple[str, ...]) -> _Specs:
     return _close(equation, dims)
 
 
-def _close_transformed(equation: Equation, axes: tuple[str, ...]) -> _Specs:
+def _close_transformed(equation: Equation, _: tuple[str, ...]) -> _Specs:
     """Returns specs that do not shard what a Fourier transform combines."""
-    del axes
     rank = equation.outvars[0].aval.ndim
     return _close(equation, range(rank)[-len(equation.params["fft_lengths"]) :])
 
 
-def _hide_operand(equation: Equation, axes: tuple[str, ...]) -> _Specs:
+def _hide_operand(equation: Equation, _: tuple[str, ...]) -> _Specs:
     """Returns the specs of a scatter that adds to its operand."""
-    del axes
     return [_HIDDEN, *[None] * (len(equation.invars) - 1)], [None]
 
 

@@ -15,7 +15,7 @@ References:
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -25,11 +25,19 @@ from jax.extend.core import Literal, Var
 from keras_strategies._types import Array, Equation
 from keras_strategies.passes.specs import Exchange, Sharded
 from keras_strategies.passes.stages import variables
-from keras_strategies.passes.weight_gradients import adds_rows
+from keras_strategies.passes.weight_gradients import adds_rows, casts
 
 _ID_BYTES = 4
 _LANES, _VECTOR_MEMORY = 128, 2**27
 _KEEP_ZEROS = ("broadcast_in_dim", "convert_element_type")
+# The dimensions of rows that are those of a slice; those of the table that ids
+# index, and that slices do not have.
+_LOOKED_UP = "offset_dims", "start_index_map", "collapsed_slice_dims"
+_ADDED = (
+    "update_window_dims",
+    "scatter_dims_to_operand_dims",
+    "inserted_window_dims",
+)
 
 
 def sends_less(ids: int, row_bytes: int, table_bytes: int, shards: int) -> bool:
@@ -47,97 +55,59 @@ def sends_less(ids: int, row_bytes: int, table_bytes: int, shards: int) -> bool:
     return ids * (shards * _ID_BYTES + row_bytes) < table_bytes
 
 
-def find_lookup(equation: Equation, spec: Sharded) -> int | None:
-    """Returns the dimension of looked-up rows that contains their columns.
+def find_columns(equation: Equation, spec: Sharded) -> int | None:
+    """Returns the dimension of rows that contains their columns.
+
+    The rows are those that an equation looks up in a table, or adds to one.
 
     Args:
       equation: An equation of a trace.
-      spec: The spec of its first operand.
+      spec: The spec of the table.
 
     Returns:
-      None if the equation is no lookup in the columns of its first operand, or
-      if it sends less if the operand is gathered.
+      None if the equation is neither, if a row does not have all columns, or if
+      it sends less if the table is gathered.
     """
-    if equation.primitive.name != "gather":
+    if equation.primitive.name == "gather":
+        (rows,), names = equation.outvars, _LOOKED_UP
+    elif adds_rows(equation):
+        rows, names = equation.invars[2], _ADDED
+    else:
         return None
     numbers = equation.params["dimension_numbers"]
-    if equation.params["slice_sizes"][spec.dim] != _size(equation, spec):
+    window, indexed, skipped = (getattr(numbers, name) for name in names)
+    table, indices, *_ = (v.aval for v in equation.invars)
+    kept = [d for d in range(table.ndim) if d not in skipped]
+    is_whole = spec.dim in kept and spec.dim not in indexed
+    if not is_whole or numbers.operand_batching_dims:
         return None
-    skipped = numbers.collapsed_slice_dims, numbers.operand_batching_dims
-    (rows,) = equation.outvars
-    dims = numbers.offset_dims, numbers.start_index_map, *skipped
-    return _find_columns(equation, rows, spec, dims)
+    dim = window[kept.index(spec.dim)]
+    ids = math.prod(indices.shape[:-1])
+    item = table.dtype.itemsize
+    row_bytes = rows.aval.size // max(ids, 1) * item
+    here = -(-ids // spec.token_parts)
+    is_less = sends_less(here, row_bytes, table.size * item, spec.count)
+    is_less &= rows.aval.shape[dim] == table.shape[spec.dim]
+    return dim if is_less else None
 
 
-def find_row_sum(
+def sums_rows(
     equation: Equation, makers: dict[Var, Any], spec: Sharded
-) -> int | None:
-    """Returns the dimension of added rows that contains their columns.
+) -> bool:
+    """Returns whether an equation is the gradient of a lookup in columns.
 
     Args:
-      equation: An equation of a trace.
+      equation: An equation that adds rows to a table.
       makers: The equations of the trace, by their results.
       spec: The spec with which the equation's result is scattered.
-
-    Returns:
-      None if the equation is no gradient of a lookup in columns (see
-      `find_lookup`).
     """
-    if not adds_rows(equation):
-        return None
-    zeros, _, rows = equation.invars
-    if not _is_zero(zeros, makers):
-        return None
-    numbers = equation.params["dimension_numbers"]
-    skipped = numbers.inserted_window_dims, numbers.operand_batching_dims
-    indexed = numbers.scatter_dims_to_operand_dims
-    dims = numbers.update_window_dims, indexed, *skipped
-    dim = _find_columns(equation, rows, spec, dims)
-    is_whole = dim is not None and rows.aval.shape[dim] == _size(equation, spec)
-    return dim if is_whole else None
-
-
-def _is_zero(value: Any, makers: dict[Var, Any]) -> bool:
-    """Returns whether a value is a zero that is cast and broadcast."""
+    value = equation.invars[0]
     while not isinstance(value, Literal):
         maker = makers.get(value)
         if maker is None or maker.primitive.name not in _KEEP_ZEROS:
             return False
         value = maker.invars[0]
-    return value.val == 0
-
-
-def _size(equation: Equation, spec: Sharded) -> int:
-    return equation.invars[0].aval.shape[spec.dim]
-
-
-def _find_columns(
-    equation: Equation,
-    rows: Any,
-    spec: Sharded,
-    dims: tuple[Sequence[int], ...],
-) -> int | None:
-    """Returns the columns' dimension of rows, or None.
-
-    Args:
-      equation: A gather, or a scatter of rows.
-      rows: The rows.
-      spec: The spec of the table.
-      dims: The dimensions of the rows that are those of a slice; and the
-        table's dimensions that ids index, that slices do not have, and that
-        ids and table have in common.
-    """
-    offsets, indexed, collapsed, batching = dims
-    table, indices, *_ = equation.invars
-    if spec.dim in indexed or spec.dim in collapsed or batching:
-        return None
-    ids = math.prod(indices.aval.shape[:-1])
-    here = -(-ids // spec.token_parts)
-    item = table.aval.dtype.itemsize
-    row_bytes = rows.aval.size // max(ids, 1) * item
-    if not sends_less(here, row_bytes, table.aval.size * item, spec.count):
-        return None
-    return offsets[_list_slice_dims(table, collapsed).index(spec.dim)]
+    return value.val == 0 and find_columns(equation, spec) is not None
 
 
 class Lookups:
@@ -156,10 +126,9 @@ class Lookups:
         read_full: Callable[[Any], Array],
     ) -> None:
         self._exchange, self._read_full = exchange, read_full
-        # The columns of the rows that were looked up for all replicas, the
-        # dimension of the rows that contains the columns, and whether each of
-        # this replica's rows exists (None: all do, or are filled already).
-        self._columns: dict[Var, tuple[Array, int, Array | None]] = {}
+        # The columns of the rows that were looked up for all replicas, and the
+        # dimension of the rows that contains the columns.
+        self._columns: dict[Var, tuple[Array, int]] = {}
         # Ids of all replicas, by the variable of this replica's.
         self._ids: dict[Var, Array] = {}
         self._narrow = {
@@ -176,7 +145,6 @@ class Lookups:
         """
         (_, ids), (result,) = equation.invars, equation.outvars
         params, numbers = equation.params, equation.params["dimension_numbers"]
-        is_filled = _fills_rows(equation)
         columns = jax.lax.gather(
             shard,
             self._gather_ids(ids),
@@ -184,61 +152,41 @@ class Lookups:
                 offset_dims=tuple(d + 1 for d in numbers.offset_dims)
             ),
             tuple(map(min, params["slice_sizes"], shard.shape)),
-            mode="clip" if is_filled else params["mode"],
+            mode=params["mode"],
             fill_value=params["fill_value"],
         )
-        columns = columns.astype(result.aval.dtype)
-        is_found = self._find_rows(equation) if is_filled else None
-        self._columns[result] = columns, dim, is_found
-
-    def _find_rows(self, equation: Equation) -> Array:
-        """Returns whether each row that this replica looks up exists."""
-        table, ids = equation.invars
-        numbers = equation.params["dimension_numbers"]
-        (dim,) = numbers.start_index_map
-        own = self._read_full(ids)[..., 0]
-        is_found = (own >= 0) & (own < table.aval.shape[dim])
-        return jnp.expand_dims(is_found, numbers.offset_dims)
+        self._columns[result] = columns.astype(result.aval.dtype), dim
 
     def __contains__(self, variable: Var) -> bool:
         return variable in self._columns
 
-    def join(self, variable: Var) -> Array:
+    def join(self, variable: Any) -> Array:
         """Returns the rows of this replica that were looked up."""
-        columns, dim, is_found = self._columns[variable]
+        columns, dim = self._columns[variable]
         rows = self._exchange.swap(columns, 0, dim)
-        shape = list(rows.shape)
-        shape[dim : dim + 2] = [shape[dim] * shape[dim + 1]]
-        rows = rows.reshape(shape)
-        return rows if is_found is None else jnp.where(is_found, rows, jnp.nan)
+        return rows.reshape(variable.aval.shape)
 
     def cast(self, equation: Equation) -> bool:
         """Casts columns to a narrower float dtype; returns whether it did."""
-        columns = next(map(self._columns.get, variables(equation.invars)), None)
-        is_narrow = _casts(equation) and not _widens(equation)
-        if columns is None or not (is_narrow and is_float(equation.outvars[0])):
+        found = next(map(self._columns.get, variables(equation.invars)), None)
+        is_narrow = casts(equation) and not _widens(equation)
+        if found is None or not (is_narrow and is_float(equation.outvars[0])):
             return False
-        value, dim, is_found = columns
-        cast = value.astype(equation.params["new_dtype"])
-        self._columns[equation.outvars[0]] = cast, dim, is_found
+        cast = found[0].astype(equation.params["new_dtype"])
+        self._columns[equation.outvars[0]] = cast, found[1]
         return True
 
     def sum(self, equation: Equation, spec: Sharded) -> Array:
         """Returns this replica's shard of the sum of all replicas' rows.
 
         Args:
-          equation: The sum of this replica's rows (see `find_row_sum`).
+          equation: The sum of this replica's rows (see `sums_rows`).
           spec: The spec of the sum.
         """
         (table,) = equation.outvars
         params, (_, ids, added) = equation.params, equation.invars
         numbers = params["dimension_numbers"]
-        window = numbers.update_window_dims
-        dim = window[
-            _list_slice_dims(table, numbers.inserted_window_dims).index(
-                spec.dim
-            )
-        ]
+        dim: Any = find_columns(equation, spec)
         rows = jnp.asarray(self._read_full(self._narrow.get(added, added)))
         devices: Any = spec.sharding.mesh.devices
         shape, total = list(rows.shape), list(table.aval.shape)
@@ -321,37 +269,13 @@ def _count_parts(
     return max(_LANES // zeros.shape[1], 1)
 
 
-def _fills_rows(equation: Equation) -> bool:
-    """Returns whether a lookup fills rows that do not exist with NaN.
-
-    They are filled when the rows are received, which needs no copy.
-    """
-    params, (rows,) = equation.params, equation.outvars
-    numbers, fill = params["dimension_numbers"], params["fill_value"]
-    is_fill = params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
-    is_nan = isinstance(fill, float) and math.isnan(fill)
-    is_row = len(numbers.start_index_map) == 1 and (
-        numbers.start_index_map == numbers.collapsed_slice_dims
-    )
-    return is_fill and is_nan and is_row and is_float(rows)
-
-
 def is_float(variable: Any) -> bool:
     """Returns whether a variable's dtype is a float dtype."""
     return jnp.issubdtype(variable.aval.dtype, jnp.floating)
 
 
-def _list_slice_dims(table: Any, skipped: Sequence[int]) -> list[int]:
-    """Returns the dimensions of a table that its slices have."""
-    return [d for d in range(table.aval.ndim) if d not in skipped]
-
-
-def _casts(equation: Equation) -> bool:
-    return equation.primitive.name == "convert_element_type"
-
-
 def _widens(equation: Equation) -> bool:
-    if not _casts(equation):
+    if not casts(equation):
         return False
     (before,), (after,) = equation.invars, equation.outvars
     return before.aval.dtype.itemsize < after.aval.dtype.itemsize

@@ -49,6 +49,7 @@ _MOVES = names_in("convert_element_type copy reshape squeeze transpose")
 _CHEAP = names_in("add convert_element_type integer_pow mul neg sub")
 _BY_ITERATION = (*_CHEAP, *_MOVES, _PRODUCT)
 """Primitives that `jax.vmap` computes for all iterations at once."""
+_Values = Mapping[Var, Any]
 _MAX_CHEAP = 6
 """The number of equations by which the backward loop computes a value again."""
 
@@ -98,8 +99,8 @@ class _Sum:
             )
         if not self.moves:
             return total
-        last = self.moves[-1].outvars[0]
-        return compute_equations(jaxpr, self.moves, [last], lambda v: total)[0]
+        last = self.moves[-1].outvars
+        return compute_equations(jaxpr, self.moves, last, lambda v: total)[0]
 
 
 class _Loop:
@@ -107,6 +108,8 @@ class _Loop:
 
     Attributes:
       equation: The equation of the loop.
+      slices: The values that an iteration reads from arrays, and these.
+      results: The values that are stacked, and the arrays of these.
       before: The products that are computed before it.
       after: The equations of results that are computed after it, by position.
       sums: The carries that are summed after it.
@@ -120,6 +123,11 @@ class _Loop:
         self.jaxpr: Jaxpr = equation.params["jaxpr"].jaxpr
         inputs = scan_operands(equation, self.jaxpr.invars)
         self.consts, self.carry, self.scanned = inputs
+        outer = scan_operands(equation, equation.invars)[2]
+        results = zip(self.jaxpr.outvars, equation.outvars, strict=True)
+        # Values of an iteration, and the arrays of those of all.
+        self.slices = list(zip(self.scanned, outer, strict=True))
+        self.results = list(results)[len(self.carry) :]
         self.before = list[Var]()
         self.after = dict[int, Any]()
         self.sums = list[_Sum]()
@@ -229,8 +237,7 @@ class _Loop:
             return found[:split], found[split:]
 
         first, slices = [carry[k] for k in kept[:split]], [*rows.values()]
-        last, stacked = scan_as(self.equation, iterate, first, slices)
-        found = [*last, *stacked]
+        found = scan_as(self.equation, iterate, first, slices)
         rows |= zip(new, found[len(kept) :], strict=True)
         final = dict(zip(kept, found, strict=False))
         late = [jaxpr.outvars[k] for k in after]
@@ -242,10 +249,7 @@ class _Loop:
         return [final[k] for k in sorted(final)]
 
     def _compute_all(
-        self,
-        outputs: Sequence[Any],
-        fixed: Mapping[Var, Any],
-        rows: Mapping[Var, Any],
+        self, outputs: Sequence[Any], fixed: _Values, rows: _Values
     ) -> dict[Var, Any]:
         """Computes values of all iterations from those in `rows`."""
         outputs = [v for v in outputs if v not in rows]
@@ -260,13 +264,12 @@ class _Loop:
         return dict(zip(outputs, found, strict=True))
 
     def _compute_values(
-        self, outputs: Sequence[Any], values: Mapping[Var, Any]
+        self, outputs: Sequence[Any], values: _Values
     ) -> dict[Var, Any]:
         """Computes those values of an iteration that are not known yet."""
         left = [v for v in dict.fromkeys(variables(outputs)) if v not in values]
-        equations = [
-            e for e in self.jaxpr.eqns if values.keys().isdisjoint(e.outvars)
-        ]
+        known, equations = values.keys(), self.jaxpr.eqns
+        equations = [e for e in equations if known.isdisjoint(e.outvars)]
         equations = needed_equations(equations, left)
         found = compute_equations(
             self.jaxpr, equations, left, values.__getitem__
@@ -298,9 +301,8 @@ def _rewrite_program(program: Jaxpr) -> list[Any]:
         for source in {id(e): e for e in sources if e is not None}:
             _find_again(loops[source], loop, uses)
         loop.find_moved()
-    parts = (
-        loops[id(e)].rewrite() if id(e) in loops else [e] for e in program.eqns
-    )
+    changed = {key: loop.rewrite() for key, loop in loops.items()}
+    parts = (changed.get(id(e), [e]) for e in program.eqns)
     return list(itertools.chain.from_iterable(parts))
 
 
@@ -312,20 +314,13 @@ def _find_again(first: _Loop, second: _Loop, uses: Mapping[Var, int]) -> None:
       second: The loop that reads them, each of its iterations.
       uses: How often variables are read.
     """
-    outer = scan_operands(second.equation, second.equation.invars)[2]
-    pairs = zip(outer, second.scanned, strict=True)
-    slices = {array: v for array, v in pairs if isinstance(array, Var)}
-    pairs = zip(first.equation.outvars, first.jaxpr.outvars, strict=True)
-    results = list(pairs)[len(first.carry) :]
-    scanned = scan_operands(first.equation, first.equation.invars)[2]
-    pairs = *results, *zip(scanned, first.scanned, strict=True)
+    slices = {a: v for v, a in second.slices if isinstance(a, Var)}
     known = {
-        variable: slices[array]
-        for array, variable in pairs
-        if isinstance(array, Var) and array in slices
-        if isinstance(variable, Var)
+        v: slices[array]
+        for v, array in (*first.results, *first.slices)
+        if isinstance(v, Var) and isinstance(array, Var) and array in slices
     }
-    for place, (result, variable) in enumerate(results, len(first.carry)):
+    for place, (variable, result) in enumerate(first.results, len(first.carry)):
         read = slices.get(result)
         if read is None or uses[result] > 1 or isinstance(variable, Literal):
             continue

@@ -15,9 +15,9 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from keras_strategies._types import Array
 from keras_strategies.passes.lookups import (
-    find_lookup,
-    find_row_sum,
+    find_columns,
     is_float,
+    sums_rows,
 )
 from keras_strategies.passes.specs import (
     Sharded,
@@ -35,7 +35,7 @@ from keras_strategies.passes.stages import (
     variables,
     with_consts_as_inputs,
 )
-from keras_strategies.passes.weight_gradients import adds_rows
+from keras_strategies.passes.weight_gradients import adds_rows, casts
 
 Gathered = tuple[Var, ...]
 """A variable, followed by the variables that it was cast from."""
@@ -88,13 +88,21 @@ def compute_call(
     Args:
       equation: The call, or the loop.
       operands: Its operands.
-      inner: A function of the operands, or a loop's body.
+      inner: A function of the operands; of a loop, those of an iteration: the
+        constants, the carry and the slices. It returns the new carry and slices
+        of the other results.
 
     Returns:
       The results of the equation.
     """
     if is_loop(equation):
-        return _compute_loop(equation, operands, inner)
+        consts, carry, scanned = scan_operands(equation, operands)
+
+        def iterate(carry: list[Any], slices: list[Any]) -> tuple[Any, Any]:
+            results = inner(*consts, *carry, *slices)
+            return results[: len(carry)], results[len(carry) :]
+
+        return scan_as(equation, iterate, carry, scanned)
     if not is_rematerialized(equation):
         return inner(*operands)
     traced = jax.make_jaxpr(inner)(*operands)
@@ -102,43 +110,17 @@ def compute_call(
     return equation.primitive.bind(*traced.consts, *operands, **params)
 
 
-def _compute_loop(
-    equation: JaxprEqn,
-    operands: Sequence[Array],
-    body: Callable[..., list[Any]],
-) -> list[Any]:
-    """Computes a loop with another body.
-
-    Args:
-      equation: The loop.
-      operands: Its operands.
-      body: A function of the operands of an iteration: the constants, the carry
-        and the slices. It returns the new carry and slices of the other
-        results.
-
-    Returns:
-      The loop's results.
-    """
-    consts, carry, scanned = scan_operands(equation, operands)
-
-    def iterate(carry: list[Any], slices: list[Any]) -> tuple[Any, Any]:
-        results = body(*consts, *carry, *slices)
-        return results[: len(carry)], results[len(carry) :]
-
-    last, stacked = scan_as(equation, iterate, carry, scanned)
-    return [*last, *stacked]
-
-
 def scan_as(
     equation: JaxprEqn,
     body: Callable[..., tuple[Any, Any]],
     carry: list[Any],
     slices: list[Any],
-) -> tuple[list[Any], list[Any]]:
+) -> list[Any]:
     """Calls `jax.lax.scan` with the options of an equation of it."""
     names = ("length", "reverse", "unroll")
     options = {name: equation.params[name] for name in names}
-    return jax.lax.scan(body, carry, slices, **options)
+    last, stacked = jax.lax.scan(body, carry, slices, **options)
+    return [*last, *stacked]
 
 
 def is_rematerialized(equation: JaxprEqn) -> bool:
@@ -163,11 +145,6 @@ def is_call(equation: JaxprEqn) -> bool:
     return equation.primitive.name in (*_REMATERIALIZED, *_CALLS)
 
 
-def casts(equation: JaxprEqn) -> bool:
-    """Returns whether an equation changes a dtype."""
-    return equation.primitive.name == "convert_element_type"
-
-
 def names(equation: JaxprEqn) -> bool:
     """Returns whether an equation is a `checkpoint_name`, the identity."""
     return equation.primitive.name == "name"
@@ -180,14 +157,14 @@ def adds(equation: JaxprEqn) -> bool:
 
 def keeps_shards(equation: JaxprEqn) -> bool:
     """Returns whether an equation's result can be computed from shards."""
-    is_same = casts(equation) or names(equation)
-    return is_same or stacks(equation) or splits(equation)
+    return any(keeps(equation) for keeps in (casts, names, stacks, splits))
 
 
 def sums_shards(equation: JaxprEqn) -> bool:
     """Returns whether a result's sum can be computed from operands' sums."""
-    is_plain = adds(equation) or names(equation) or adds_rows(equation)
-    return is_plain or unstacks(equation) or joins(equation)
+    return any(
+        sums(equation) for sums in (adds, names, adds_rows, unstacks, joins)
+    )
 
 
 def find_lookups(
@@ -217,8 +194,8 @@ def find_lookups(
         if casts(equation) or names(equation):
             is_same = is_float(table) and is_float(result)
             tables[result] = (table if is_same else result), spec
-        dim = find_lookup(equation, spec)
-        if dim is not None:
+        dim = find_columns(equation, spec)
+        if dim is not None and not adds_rows(equation):
             size = result.aval.size * spec.count * _MANY
             is_few = size < table.aval.size
             found[result] = (table if is_few else read[0]), dim
@@ -229,9 +206,6 @@ def find_gathers(
     equations: Sequence[Any],
     sharded: set[Var],
     lookups: Set[Var],
-    *,
-    casts: Callable[[Any], bool],
-    gathers_again: Callable[[Any], bool],
 ) -> dict[int, list[Gathered]]:
     """Finds the values that each equation must gather before it is computed.
 
@@ -247,10 +221,6 @@ def find_gathers(
       equations: The equations, in their order.
       sharded: The variables of which only this replica's shard is available.
       lookups: Results of equations that do not gather their first operand.
-      casts: A function that returns whether an equation casts its operand to
-        another dtype. Casts are applied to shards, before they are gathered.
-      gathers_again: A function that returns whether an equation gathers its
-        operands for itself alone, even if other equations gather them too.
 
     Returns:
       A dict from the position of an equation to the values that it gathers.
@@ -260,7 +230,8 @@ def find_gathers(
     holders: Counter[Var] = Counter()
     for place, equation in enumerate(equations):
         operands = variables(equation.invars)
-        if casts(equation) and operands and operands[0] in origins:
+        # Casts are applied to shards, before they are gathered.
+        if keeps_shards(equation) and operands and operands[0] in origins:
             cast = equation.outvars[0]
             origins[cast] = cast, *origins[operands[0]]
             continue
@@ -309,7 +280,7 @@ def find_scattered(
             position = maker.outvars.index(variable)
             is_inner = returns_slices(maker, position, spec)
         if adds_rows(maker):
-            is_inner = find_row_sum(maker, makers, spec) is not None
+            is_inner = sums_rows(maker, makers, spec)
         if unstacks(maker):
             is_inner = _sinks_all(maker, read, uses) and sink(
                 maker.invars[0], stacked_spec(spec)

@@ -30,7 +30,6 @@ from keras_strategies.passes.sharded_calls import (
     find_gathers,
     find_lookups,
     find_scattered,
-    gathers_again,
     is_call,
     is_loop,
     is_plain,
@@ -158,13 +157,8 @@ class ShardedInterpreter:
         lookups = find_lookups(equations, specs)
         self._lookups = Lookups(equations, self._exchange, self.full)
         places = find_scattered(equations, scattered, uses)
-        gathers = find_gathers(
-            equations,
-            {v for v in self._shards if v not in self._full},
-            lookups.keys(),
-            casts=keeps_shards,
-            gathers_again=gathers_again,
-        )
+        sharded = self._shards.keys() - self._full.keys()
+        gathers = find_gathers(equations, sharded, lookups.keys())
         following = iter(gathers.values())
         # Values that will be gathered next, but whose gathers do not depend on
         # an equation yet.
@@ -183,9 +177,7 @@ class ShardedInterpreter:
                 continue
             reads_shards = any(map(self.is_sharded, equation.invars))
             is_sum = sums_shards(equation) and equation.outvars[0] in places
-            is_lookup = reads_shards and any(
-                v in lookups for v in equation.outvars
-            )
+            is_lookup = not lookups.keys().isdisjoint(equation.outvars)
             is_entered = not is_sum and self._is_entered(equation, places)
             if is_entered or is_sum or reads_shards:
                 self._flush(pending, uses)
@@ -193,7 +185,7 @@ class ShardedInterpreter:
                 self._enter(equation, places)
             elif is_sum:
                 self._sum(equation, places)
-            elif is_lookup:
+            elif is_lookup and reads_shards:
                 table, dim = lookups[equation.outvars[0]]
                 shard = self._exchange.join_cores(*self._shards[table])
                 self._lookups.look_up(equation, shard, dim)
@@ -253,50 +245,44 @@ class ShardedInterpreter:
         """Computes a cast, name, stack or split of shards, if it can."""
         if self._lookups.cast(equation):
             return True
-        if not keeps_shards(equation):
-            return False
-        if not all(map(self.is_sharded, equation.invars)):
+        is_sharded = all(map(self.is_sharded, equation.invars))
+        if not keeps_shards(equation) or not is_sharded:
             return False
         shards, specs = zip(
             *(self._shards[v] for v in equation.invars), strict=True
         )
         if len(set(specs)) > 1:
             return False
-        (result,) = equation.outvars
+        shard, spec, params = shards[0], specs[0], equation.params
         if stacks(equation):
-            self.set_shard(result, stack_values(shards), stacked_spec(specs[0]))
+            shard, spec = stack_values(shards), stacked_spec(spec)
         elif splits(equation):
-            if (found := find_split(equation, specs[0])) is None:
+            if (found := find_split(equation, spec)) is None:
                 return False
-            blocks = split_blocks(shards[0], *found)
-            self.set_shard(result, blocks, stacked_spec(specs[0]))
+            shard, spec = split_blocks(shard, *found), stacked_spec(spec)
         elif names(equation):
-            named = checkpoint_name(shards[0], equation.params["name"])
-            self.set_shard(result, named, specs[0])
+            shard = checkpoint_name(shard, params["name"])
         else:
-            dtype = equation.params["new_dtype"]
-            cast = jax.lax.convert_element_type(shards[0], dtype)
-            self.set_shard(result, cast, specs[0])
+            shard = jax.lax.convert_element_type(shard, params["new_dtype"])
+        self.set_shard(equation.outvars[0], shard, spec)
         return True
 
     def _sum(self, equation: Equation, places: dict[Var, Sharded]) -> None:
         """Computes or names a sum, or its slices, from scattered shards."""
         spec = places[equation.outvars[0]]
         if unstacks(equation):
-            (stacked,) = equation.invars
-            parts = unstack_values(self.sum(stacked, stacked_spec(spec)))
-            self._sums.update(zip(equation.outvars, parts, strict=True))
-            return
-        if joins(equation):
+            stacked = self.sum(equation.invars[0], stacked_spec(spec))
+            sums = unstack_values(stacked)
+        elif joins(equation):
             blocks = self.sum(equation.invars[0], stacked_spec(spec))
             found: Any = find_split(equation, spec)
-            self._sums[equation.outvars[0]] = join_blocks(blocks, *found)
-            return
-        if adds_rows(equation):
-            self._sums[equation.outvars[0]] = self._lookups.sum(equation, spec)
-            return
-        first, *others = (self.sum(v, spec) for v in equation.invars)
-        self._sums[equation.outvars[0]] = sum(others, first)
+            sums = [join_blocks(blocks, *found)]
+        elif adds_rows(equation):
+            sums = [self._lookups.sum(equation, spec)]
+        else:
+            first, *others = (self.sum(v, spec) for v in equation.invars)
+            sums = [sum(others, first)]
+        self._sums.update(zip(equation.outvars, sums, strict=True))
 
     def _is_entered(
         self, equation: JaxprEqn, places: dict[Var, Sharded]
@@ -308,10 +294,9 @@ class ShardedInterpreter:
         """
         if not is_call(equation) and not is_loop(equation):
             return False
-        return any(
-            self._enters_sharded(equation, i)
-            for i in range(len(equation.invars))
-        ) or any(v in places for v in equation.outvars)
+        count = len(equation.invars)
+        is_shard = any(self._enters_sharded(equation, k) for k in range(count))
+        return is_shard or not places.keys().isdisjoint(equation.outvars)
 
     def _enters_sharded(self, equation: JaxprEqn, position: int) -> bool:
         """Returns whether a called function receives an operand as a shard.

@@ -81,7 +81,6 @@ class Exchange(Protocol):
         Returns:
           An array of the value's shape.
         """
-        ...
 
     def scatter(self, value: Array, spec: Sharded) -> Array:
         """Returns this replica's shard of the sum of the replicas' values.
@@ -89,11 +88,9 @@ class Exchange(Protocol):
         Returns:
           An array whose size in dimension `spec.dim` is that of one shard.
         """
-        ...
 
     def join_cores(self, value: Array, spec: Sharded) -> Array:
         """Gathers a value from the cores that share a replica's sequences."""
-        ...
 
     def cut(self, value: Array, spec: Sharded) -> Array:
         """Returns this replica's shard of a replicated value.
@@ -101,11 +98,9 @@ class Exchange(Protocol):
         Returns:
           An array whose size in dimension `spec.dim` is that of one shard.
         """
-        ...
 
     def note_loop(self) -> None:
         """Notes a loop whose body gathers or scatters."""
-        ...
 
     def gather_ids(self, ids: Array) -> Array:
         """Returns the ids of all replicas that share a table's columns.
@@ -113,7 +108,6 @@ class Exchange(Protocol):
         Returns:
           An array of shape (the number of shards, *shape).
         """
-        ...
 
     def swap(self, value: Array, split: int, stack: int) -> Array:
         """Sends slice i along dimension `split` to the i-th replica.
@@ -122,11 +116,9 @@ class Exchange(Protocol):
           The slices that the replicas sent to this one, stacked along dimension
           `stack`.
         """
-        ...
 
     def sum_shards(self, shard: Array, spec: Sharded) -> Array:
         """Returns the sum of a shard over the groups of replicas."""
-        ...
 
 
 def slice_spec(spec: Sharded) -> Sharded:

@@ -173,11 +173,9 @@ def _inline(call: JaxprEqn) -> list[Any]:
     """
     closed = call.params["jaxpr"]
     inner = getattr(closed, "jaxpr", closed)
-    computed = {v for e in inner.eqns for v in e.outvars}
-    results = inner.outvars
-    is_simple = len(set(map(id, results))) == len(results)
-    is_simple &= not inner.constvars
-    if not is_simple or not all(v in computed for v in results):
+    computed = {id(v) for e in inner.eqns for v in e.outvars}
+    results = set(map(id, inner.outvars))
+    if inner.constvars or len(results & computed) < len(inner.outvars):
         return [call]
     return inline_program(inner, call.invars, call.outvars)
 
@@ -185,6 +183,11 @@ def _inline(call: JaxprEqn) -> list[Any]:
 def adds_rows(equation: Equation) -> bool:
     """Returns whether an equation adds rows at ids to a table."""
     return equation.primitive.name in _ADDED_ROWS
+
+
+def casts(equation: Equation) -> bool:
+    """Returns whether an equation changes a dtype."""
+    return equation.primitive.name == "convert_element_type"
 
 
 class _Widening:
@@ -219,7 +222,7 @@ class _Widening:
 
     def _is_sum(self, value: Any) -> bool:
         """Returns whether a value is a sum that is read once."""
-        maker = None if _is_literal(value) else self._makers.get(value)
+        maker = self._makers.get(value) if isinstance(value, Var) else None
         if maker is None:
             return False
         name = maker.primitive.name
@@ -260,7 +263,7 @@ class _Widening:
 
 def _is_cast_of_gradient(equation: Equation) -> bool:
     """Returns whether an equation casts a derivative to float32."""
-    if equation.primitive.name != "convert_element_type":
+    if not casts(equation):
         return False
     before = equation.invars[0].aval.dtype
     is_wide = equation.params["new_dtype"] == jnp.float32
@@ -271,17 +274,10 @@ def _is_cast_of_gradient(equation: Equation) -> bool:
     return is_wide and is_half and is_backward
 
 
-def _is_literal(value: Any) -> bool:
-    return not isinstance(value, Var)
-
-
 def _cast(like: Equation, operand: Any, wide: Any) -> Equation:
     """Returns an equation that casts an operand of `like` to float32."""
-    params = {
-        "new_dtype": wide.aval.dtype,
-        "weak_type": False,
-        "sharding": None,
-    }
+    dtype = wide.aval.dtype
+    params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
     return like.replace(
         primitive=lax.convert_element_type_p,
         invars=[operand],

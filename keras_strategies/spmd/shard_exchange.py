@@ -87,12 +87,7 @@ class ShardExchange:
 
     def sum_shards(self, shard: jax.Array, spec: Sharded) -> jax.Array:
         """Returns the sum of a shard over the groups of replicas."""
-
-        def add_up(part: jax.Array) -> jax.Array:
-            sent = part.astype(spec.sum_dtype or part.dtype)
-            return self._sum_groups(sent).astype(part.dtype)
-
-        return self._by_core(add_up, spec)(shard)
+        return self._by_core(self._sum_groups, spec)(shard)
 
     def _sum_groups(self, value: jax.Array) -> jax.Array:
         groups = self._mesh.replica_axes[:-1]

@@ -71,6 +71,10 @@ def packed(padding, segments):
     return (segments[:, :, None] == segments[:, None, :])[:, None]
 
 
+def halves(axis):
+    return jnp.cumsum(jnp.full((LENGTH, LENGTH), 0.5), axis)
+
+
 QUERY, KEY = np.arange(LENGTH)[:, None], np.arange(LENGTH)
 IS_NEAR = (QUERY - KEY < 3) & (KEY - QUERY < 2)
 RECOGNIZED = {
@@ -95,6 +99,10 @@ RECOGNIZED = {
     ),
     "tril of numbers": (
         lambda p, s: ops.tril(ops.ones((1, 1, LENGTH, LENGTH))) > 0,
+        (None, 0),
+    ),
+    "halves": (
+        lambda p, s: (halves(0) >= halves(1))[None, None],
         (None, 0),
     ),
     "first part of a larger one": (
