@@ -110,17 +110,17 @@ def _prepare(
       `jax.distributed.initialize`, and whether the job has mutual TLS.
     """
     arguments: dict[str, Any] = {}
-    problem, has_tls, options = _find_problem(), False, jax.config.values
+    problem, tls, options = _find_problem(), {}, jax.config.values
     try:
         arguments |= _make_gpu_arguments(_choose_gpus(task, resolver))
-        has_tls = mutual_tls.has_mutual_tls(
+        tls = mutual_tls.read_mutual_tls(
             os.environ,
             options,
             is_supported=mutual_tls.CERT.lower() in options,
         )
     except (RuntimeError, TypeError, ValueError) as error:
         problem = problem or str(error)
-    return problem, arguments, has_tls
+    return problem, arguments | tls, bool(tls)
 
 
 def check_main_guard() -> None:

@@ -23,24 +23,33 @@ CERT, KEY, CA = FILES = (
 In lower case, they are the names of JAX's options.
 """
 
+PREFIX = "JAX_MTLS_PEER_URI_PREFIX"
+"""JAX's environment variable for the start of a certificate's URI."""
+
 REQUIRED = "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS"
 """JAX's environment variable that forbids jobs without mutual TLS."""
 
 _OFF = ("", "0", "f", "false", "n", "no", "off")
 
 
-def has_mutual_tls(
+def read_mutual_tls(
     environ: Mapping[str, str],
     options: Mapping[str, Any] | None = None,
     *,
     is_supported: bool,
-) -> bool:
-    """Returns whether a job has mutual TLS, and checks that its files exist.
+) -> dict[str, str]:
+    """Returns a job's mutual TLS, and checks that its files exist.
+
+    JAX itself reads the environment variables when it is imported, so a job
+    whose variables are set later would not be encrypted.
 
     Args:
       environ: The environment variables.
       options: JAX's options, which come before the environment variables.
       is_supported: Whether the installed JAX has mutual TLS.
+
+    Returns:
+      Arguments of `jax.distributed.initialize`; {} without mutual TLS.
 
     Raises:
       ValueError: if JAX is too old, or a file is missing or cannot be read.
@@ -48,11 +57,12 @@ def has_mutual_tls(
     options = options or {}
     given = {
         name: str(options.get(name.lower()) or environ.get(name, ""))
-        for name in (*FILES, REQUIRED)
+        for name in (*FILES, REQUIRED, PREFIX)
     }
     is_required = given.pop(REQUIRED).strip().lower() not in _OFF
+    prefix = given.pop(PREFIX)
     if not is_required and not any(given.values()):
-        return False
+        return {}
     if not is_supported:
         minimum = ".".join(map(str, MIN_JAX))
         names = [name for name, path in given.items() if path] or [REQUIRED]
@@ -73,4 +83,8 @@ def has_mutual_tls(
                 'every process, or none of them (docs/clusters.md, "Mutual '
                 'TLS").'
             )
-    return True
+    return {
+        name.removeprefix("JAX_").lower(): value
+        for name, value in (given | {PREFIX: prefix}).items()
+        if value
+    }

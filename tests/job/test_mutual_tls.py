@@ -14,7 +14,7 @@ from keras_strategies.job.mutual_tls import (
     FILES,
     KEY,
     REQUIRED,
-    has_mutual_tls,
+    read_mutual_tls,
 )
 from tests.support.certificates import RECIPE, make_certificates
 
@@ -37,7 +37,7 @@ def good(tmp_path_factory):
 
 
 def test_files_of_the_recipe_are_good(good):
-    assert has_mutual_tls(good, is_supported=True)
+    assert read_mutual_tls(good, is_supported=True)
     assert sorted(os.listdir(os.path.dirname(good[CERT]))) == [
         *("ca.pem", "cert.pem", "key.pem")
     ]
@@ -46,21 +46,23 @@ def test_files_of_the_recipe_are_good(good):
 
 def test_without_variables_there_is_none():
     for environ in ({}, {CERT: ""}, {REQUIRED: "false"}):
-        assert not has_mutual_tls(environ, is_supported=False)
+        assert not read_mutual_tls(environ, is_supported=False)
 
 
 def test_options_of_jax_come_first(good):
     options = {CA.lower(): "/none", REQUIRED.lower(): False}
     with pytest.raises(ValueError, match=f"{CA} must be .*'/none'"):
-        has_mutual_tls(good, options, is_supported=True)
+        read_mutual_tls(good, options, is_supported=True)
     options = {name.lower(): good[name] for name in FILES}
-    assert has_mutual_tls({}, options, is_supported=True)
+    assert read_mutual_tls({}, options, is_supported=True) == {
+        name.removeprefix("JAX_").lower(): good[name] for name in FILES
+    }
 
 
 @pytest.mark.parametrize("name", [*FILES, REQUIRED])
 def test_an_older_jax_would_ignore_it(name):
     with pytest.raises(ValueError, match=f"0.11.2.*Received: {name}"):
-        has_mutual_tls({name: "true"}, is_supported=False)
+        read_mutual_tls({name: "true"}, is_supported=False)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_an_older_jax_would_ignore_it(name):
 )
 def test_variables_that_are_missing(environ, said):
     with pytest.raises(ValueError, match=said):
-        has_mutual_tls(environ, is_supported=True)
+        read_mutual_tls(environ, is_supported=True)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -81,10 +83,10 @@ def test_files_that_cannot_be_read(good, tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "none", tmp_path, tmp_path / "pipe", "a\0b"):
         with pytest.raises(ValueError, match=f"^{name} must be") as caught:
-            has_mutual_tls(good | {name: str(path)}, is_supported=True)
+            read_mutual_tls(good | {name: str(path)}, is_supported=True)
         assert "Set all of" in str(caught.value)
     with pytest.raises(ValueError, match="must be") as caught:
-        has_mutual_tls(good | {name: "a" * 10_000}, is_supported=True)
+        read_mutual_tls(good | {name: "a" * 10_000}, is_supported=True)
     assert len(str(caught.value)) < 500
 
 

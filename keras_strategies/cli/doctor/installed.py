@@ -151,7 +151,7 @@ def check_tls(
     """
     jax = versions.parse_version(get_version("jax") or "")
     try:
-        is_on = mutual_tls.has_mutual_tls(
+        is_on = mutual_tls.read_mutual_tls(
             environ, is_supported=jax >= mutual_tls.MIN_JAX
         )
     except ValueError as error:
