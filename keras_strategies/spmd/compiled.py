@@ -16,6 +16,7 @@ from keras_strategies.gpu.host_arguments import place_host_arguments
 from keras_strategies.gpu.topology_devices import complete_options
 from keras_strategies.passes.hlo import (
     COLLECTIVES,
+    Computation,
     Instruction,
     find_collective,
     list_collectives,
@@ -326,7 +327,8 @@ def _warn_of_gathered_tokens(text: str, cores: int) -> None:
             for collective in find_collective(computation, x):
                 replicas = {k // cores for k in (collective.groups or [[]])[0]}
                 if collective.kind == "all-gather" and len(replicas) == 1:
-                    layers[describe_source(x)] = collective.size
+                    reader = _find_reader(computation, x)
+                    layers[describe_source(reader)] = collective.size
     if layers:
         shown = ", ".join(
             f"{layer} ({size / BYTES_PER_MB:.3g} MB)"
@@ -342,6 +344,23 @@ def _warn_of_gathered_tokens(text: str, cores: int) -> None:
             UserWarning,
             stacklevel=4,
         )
+
+
+def _find_reader(computation: Computation, gather: Instruction) -> Instruction:
+    """Returns the instruction that an all-gather is for, by its source.
+
+    jax 0.12 and newer give an all-gather the source of its operand, or none.
+    """
+    makers = map(computation.by_name.get, gather.operands)
+    sources = {maker.source for maker in makers if maker is not None}
+    if gather.source and gather.source not in sources:
+        return gather
+    readers = [gather]
+    for reader in readers:
+        if reader.source not in ("", gather.source):
+            return reader
+        readers += computation.users.get(reader.name, ())
+    return gather
 
 
 @contextlib.contextmanager
