@@ -10,13 +10,12 @@ the seconds of the first steps, which compile.
     ./run bench buffers --models cnn lstm transformer --ways ours padded each
     ./run bench buffers --loop custom --spe 1
 
-Ways: `ours`; `apart` (metrics are not summed together with the gradients);
-`padded` (apart, and written into a buffer of zeros, which XLA makes a `pad` of
-the first array, and no buffer for more than 40 arrays: what this project did
-first); `joined` (apart, one `concatenate`); `each` (apart, no buffers);
-`unlimited` (ours, however many arrays); `smaller` and `larger` (unlimited, with
-arrays of up to 16384 and 2^18 entries); `dataparallel` (keras.distribution.
-DataParallel, which has no custom loop).
+Ways: `ours`; `padded` (written into a buffer of zeros, which XLA makes a `pad`
+of the first array, and no buffer for arrays of more than 40 shapes); `joined`
+(one `concatenate`); `each` (no buffers); `unlimited` (ours, however many
+shapes); `smaller` and `larger` (unlimited, with arrays of up to 16384 and 2^18
+entries); `dataparallel` (keras.distribution.DataParallel, which has no custom
+loop).
 """
 
 import argparse
@@ -30,7 +29,6 @@ import time
 
 WAYS = (
     "ours",
-    "apart",
     "padded",
     "joined",
     "each",
@@ -48,7 +46,6 @@ LIMITS = {
     "smaller": (2**14, None),
     "larger": (2**18, None),
 }
-APART = ("apart", "padded", "joined", "each")
 
 
 def build(name, width, depth):
@@ -94,7 +91,6 @@ def use(way):
     from jax.lax import dynamic_update_slice
 
     from keras_strategies.spmd import buffers
-    from keras_strategies.step import traced
 
     def padded(arrays, axis):
         total = sum(array.size for array in arrays)
@@ -109,11 +105,8 @@ def use(way):
 
     if "ours" not in use.__dict__:
         use.ours = buffers.IN_PROCESS
-        use.combines = traced.are_sums_expensive
         use.pack = buffers.pack
     buffers.IN_PROCESS = use.ours
-    combines = (lambda step: False) if way in APART else use.combines
-    traced.are_sums_expensive = combines
     if way in LIMITS:
         entries, shapes = LIMITS[way]
         buffers.IN_PROCESS = buffers.Buffering(

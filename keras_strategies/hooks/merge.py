@@ -106,7 +106,7 @@ def combine(
       The combined values of each group, and the sums of `summands`.
     """
     arrays = [p.summand for g in groups for p in g if p.summand is not None]
-    sums = iter(all_sum([*arrays, *summands], step.axis, step.buffering))
+    sums = iter(all_sum([*arrays, *summands], step.axis))
 
     def compute(plan: Plan) -> Any:
         total = None if plan.summand is None else next(sums)

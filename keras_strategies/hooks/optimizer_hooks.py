@@ -294,7 +294,7 @@ def _reduce(
     overwritten = {i for i, v in enumerate(targets) if _is_overwritten(v)}
     summed = [i for i in present if i not in overwritten]
     mesh, sent = step.facts.mesh, [grads[i] for i in summed]
-    sums = all_sum(sent, step.axis, step.buffering, mesh.reduce_dtype)
+    sums = all_sum(sent, step.axis, mesh.reduce_dtype)
     if mesh.platform == "gpu":
         # The updates wait until all gradients are summed. Otherwise XLA fuses a
         # weight's update with the weight's cast that the backward pass reads.

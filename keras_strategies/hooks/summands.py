@@ -191,7 +191,7 @@ def _add_gradients(
         # Accumulators are not scaled: float16 would make small ones zero, and
         # large ones infinite after the optimizer's check.
         dtype = None
-    sums = sum_if(is_update, add, (old, new), step.axis, step.buffering, dtype)
+    sums = sum_if(is_update, add, (old, new), step.axis, dtype)
     return sums, _make_zeros(grads, finite)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from keras_strategies.passes import replay
 from keras_strategies.passes.specs import Axis
 from keras_strategies.spmd import identity as _current
-from keras_strategies.spmd.buffers import Buffering, choose_buffering
 from keras_strategies.spmd.identity import (
     IdentityMap,
     IdentitySet,
@@ -172,17 +171,11 @@ class StepContext:
       facts: Properties of the step that are fixed before the trace.
       flags: Flags that tell which kind of code is being traced.
       notes: The information that the hooks record during the trace.
-      buffering: The rule that decides which arrays are packed into one
-        all-reduce, or None.
     """
 
     facts: StepFacts
     flags: StepFlags = dataclasses.field(default_factory=StepFlags)
     notes: StepNotes = dataclasses.field(default_factory=StepNotes)
-    buffering: Buffering | None = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "buffering", choose_buffering(self.facts.mesh))
 
     @property
     def axis(self) -> Axis:

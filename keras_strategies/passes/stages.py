@@ -24,9 +24,6 @@ from jax.extend.core import (
 
 from keras_strategies._types import Array, Equation
 
-EQUAL = "ks_equal"
-"""The name, in traces, of a function whose results are the same on all replicas
-although it reads their ids."""
 SUM_IF = "ks_sum_if"
 """The name of the function in the traces of `replica_map.sum_if`: its last
 equation is a `cond` of computing arrays, and of computing and summing them."""
@@ -243,21 +240,10 @@ def _may_differ(equation: JaxprEqn) -> bool:
 
     Replica ids and results of Python callbacks may differ.
     """
-    if _is_equal(equation):
-        return False
-    inner = [
-        each
-        for jaxpr in jaxprs_in_params(equation.params)
-        for each in all_equations(jaxpr, _is_equal)
-    ]
     return any(
         each.primitive.name == "axis_index" or has_effects(each)
-        for each in (equation, *inner)
+        for each in (equation, *equations_in(equation))
     )
-
-
-def _is_equal(equation: JaxprEqn) -> bool:
-    return equation.params.get("name") == EQUAL
 
 
 def all_equations(

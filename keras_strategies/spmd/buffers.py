@@ -42,8 +42,7 @@ References:
 
 import collections
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,10 +54,6 @@ from keras_strategies._types import Array
 from keras_strategies.passes import stages
 from keras_strategies.passes.specs import Axis
 from keras_strategies.spmd.mesh import ReplicaMesh
-
-_PACK = "ks_pack"
-_UNPACK = "ks_unpack"
-"""The names of the functions that fill and read a buffer, in traces."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,29 +75,20 @@ class Buffering:
 
         The arrays in a buffer have the same dtype.
         """
-        if not self.fits(arrays):
-            return []
-        by_dtype: dict[object, list[int]] = {}
-        for i in self._small(arrays):
-            by_dtype.setdefault(arrays[i].dtype, []).append(i)
-        return [members for members in by_dtype.values() if len(members) > 1]
-
-    def fits(self, arrays: Sequence[Any]) -> bool:
-        """Returns whether the small arrays have few enough different shapes."""
-        shapes = {arrays[i].shape for i in self._small(arrays)}
-        return self.max_shapes is None or len(shapes) <= self.max_shapes
-
-    def _small(self, arrays: Sequence[Any]) -> list[int]:
-        """Returns the indices of the arrays that may share a buffer.
-
-        Booleans share no buffer, because the sum over the replicas converts
-        them to int32.
-        """
-        return [
+        # Booleans share no buffer, because the sum over the replicas converts
+        # them to int32.
+        small = [
             i
             for i, a in enumerate(arrays)
             if a.size <= self.max_entries and a.dtype != bool
         ]
+        shapes = {arrays[i].shape for i in small}
+        if self.max_shapes is not None and len(shapes) > self.max_shapes:
+            return []
+        by_dtype: dict[object, list[int]] = {}
+        for i in small:
+            by_dtype.setdefault(arrays[i].dtype, []).append(i)
+        return [members for members in by_dtype.values() if len(members) > 1]
 
 
 # Step times with buffers, relative to one all-reduce per array (2 cores, jax
@@ -132,7 +118,10 @@ def choose_buffering(mesh: ReplicaMesh) -> Buffering | None:
 
 
 def sum_arrays(
-    arrays: Sequence[jax.Array], *, axis: Axis, buffering: Buffering | None
+    arrays: Sequence[jax.Array],
+    *,
+    axis: Axis,
+    buffering: Buffering | None = None,
 ) -> list[jax.Array]:
     """Sums each array over the replicas, those that share a buffer in one sum.
 
@@ -163,21 +152,9 @@ def _sum_over(array: jax.Array, axis: Axis) -> jax.Array:
 
 def pack(arrays: Sequence[jax.Array], axis: Axis) -> jax.Array:
     """Packs arrays of one dtype into a one-dimensional buffer."""
-    return _pack(*arrays, axis=axis)
-
-
-def unpack(
-    buffer: jax.Array, like: Sequence[jax.Array], axis: Axis
-) -> list[jax.Array]:
-    """Splits a buffer into arrays with the shapes of those in `like`."""
-    shapes = tuple(array.shape for array in like)
-    return _unpack(buffer, shapes=shapes, axis=axis)
-
-
-def _write(*arrays: jax.Array, axis: Axis) -> jax.Array:
-    total = sum(array.size for array in arrays)
-    buffer = jax.lax.iota(arrays[0].dtype, total)
-    starts = _starts(tuple(array.size for array in arrays), axis)
+    sizes = [array.size for array in arrays]
+    buffer = jax.lax.iota(arrays[0].dtype, sum(sizes))
+    starts = _find_starts(sizes, axis)
     for array, start in zip(arrays, starts, strict=True):
         buffer = jax.lax.dynamic_update_slice(
             buffer, array.ravel(), (start,), allow_negative_indices=False
@@ -185,21 +162,20 @@ def _write(*arrays: jax.Array, axis: Axis) -> jax.Array:
     return buffer
 
 
-def _read(
-    buffer: jax.Array, *, shapes: tuple[tuple[int, ...], ...], axis: Axis
+def unpack(
+    buffer: jax.Array, like: Sequence[jax.Array], axis: Axis
 ) -> list[jax.Array]:
-    sizes = tuple(math.prod(shape) for shape in shapes)
+    """Splits a buffer into arrays with the shapes of those in `like`."""
+    starts = _find_starts([array.size for array in like], axis)
     return [
         jax.lax.dynamic_slice(
-            buffer, (start,), (size,), allow_negative_indices=False
-        ).reshape(shape)
-        for shape, size, start in zip(
-            shapes, sizes, _starts(sizes, axis), strict=True
-        )
+            buffer, (start,), (array.size,), allow_negative_indices=False
+        ).reshape(array.shape)
+        for array, start in zip(like, starts, strict=True)
     ]
 
 
-def _find_starts(sizes: tuple[int, ...], axis: Axis) -> Sequence[jax.Array]:
+def _find_starts(sizes: Sequence[int], axis: Axis) -> Sequence[jax.Array]:
     """Returns where arrays start in a buffer, as numbers that XLA cannot know.
 
     The condition is always true.
@@ -212,15 +188,6 @@ def _find_starts(sizes: tuple[int, ...], axis: Axis) -> Sequence[jax.Array]:
     )
 
 
-_find_starts.__name__ = stages.EQUAL
-_starts = jax.jit(_find_starts, static_argnums=(0, 1))
-# By these names `with_combined_sums` recognizes buffers in traces.
-_write.__name__ = _PACK
-_read.__name__ = _UNPACK
-_pack = jax.jit(_write, static_argnames="axis")
-_unpack = jax.jit(_read, static_argnames=("shapes", "axis"))
-
-
 def with_combined_sums(
     traced: ClosedJaxpr, axis: Axis, buffering: Buffering | None
 ) -> Callable[..., list[Any]]:
@@ -230,8 +197,7 @@ def with_combined_sums(
       traced: The function. Its sums are not combined if it prints, calls back
         into Python or uses references.
       axis: The replica axis.
-      buffering: The rule that decides which arrays share a buffer. If those of
-        a round do not fit, no sums are combined.
+      buffering: The rule that decides which arrays share a buffer.
 
     Returns:
       A function that takes the flat inputs and returns the flat outputs.
@@ -241,16 +207,10 @@ def with_combined_sums(
         traced.jaxpr
     ):
         return jaxpr_as_fun(traced)
-    equations = stages.needed_equations(
-        list(_without_buffers(equations, axis)), traced.jaxpr.outvars
-    )
+    equations = stages.needed_equations(equations, traced.jaxpr.outvars)
     rounds = _rounds(equations, axis)
-    summed = [[v.aval for e in sums for v in e.outvars] for _, sums in rounds]
-    are_combined = any(len(sums) > 1 for _, sums in rounds)
-    are_combined &= buffering is None or all(map(buffering.fits, summed))
-    if not are_combined:
+    if all(len(sums) < 2 for _, sums in rounds):
         return jaxpr_as_fun(traced)
-
     jaxpr = traced.jaxpr
     read = {id(v) for equation in equations for v in equation.invars}
     read |= set(map(id, jaxpr.outvars))
@@ -346,45 +306,6 @@ def _rounds(equations: Sequence[Any], axis: Axis) -> list[tuple[Any, Any]]:
         waits.update((v, latest + is_sum) for v in equation.outvars)
     last = max([*computed, *sums], default=0)
     return [(computed[k], sums.get(k, [])) for k in range(last + 1)]
-
-
-def _without_buffers(equations: Sequence[Any], axis: Axis) -> Iterator[Any]:
-    """Adds sums of the arrays that share a buffer, in place of reading it.
-
-    These arrays can then share a buffer with those of other sums.
-    """
-    packs, unpacks = {}, {}
-    for equation in equations:
-        name = equation.params.get("name")
-        if name == _PACK and _is_buffer(equation.outvars, equation.invars):
-            packs[id(equation.outvars[0])] = equation
-        if name == _UNPACK and _is_buffer(equation.invars, equation.outvars):
-            unpacks[id(equation.invars[0])] = equation
-    replaced: set[int] = set()
-    for equation in equations:
-        if id(equation) in replaced:
-            continue
-        yield equation
-        filled = read = None
-        if _is_sum(equation, axis) and len(equation.invars) == 1:
-            filled = packs.get(id(equation.invars[0]))
-            read = unpacks.get(id(equation.outvars[0]))
-        if filled and read and _shapes(filled.invars) == _shapes(read.outvars):
-            replaced.add(id(read))
-            yield equation.replace(invars=filled.invars, outvars=read.outvars)
-
-
-def _is_buffer(buffers: Sequence[Any], arrays: Sequence[Any]) -> bool:
-    """Returns whether variables are one buffer, which consists of the arrays.
-
-    They are not if `pack` or `unpack` was batched, transposed or pruned.
-    """
-    size = sum(array.aval.size for array in arrays)
-    return [buffer.aval.shape for buffer in buffers] == [(size,)]
-
-
-def _shapes(variables: Sequence[Any]) -> list[Any]:
-    return [(v.aval.shape, v.aval.dtype) for v in variables]
 
 
 def _is_sum(equation: JaxprEqn, axis: Axis) -> bool:

@@ -20,7 +20,7 @@ from keras_strategies.passes import replay, stages
 from keras_strategies.passes.constrained_operations import constrain_function
 from keras_strategies.passes.lockstep import Turn
 from keras_strategies.passes.specs import Axis
-from keras_strategies.spmd.buffers import Buffering, sum_arrays
+from keras_strategies.spmd.buffers import sum_arrays
 from keras_strategies.spmd.mesh import ReplicaMesh
 
 
@@ -156,7 +156,6 @@ def replica_id(axis: Axis) -> jax.Array | int:
 def all_sum(
     leaves: Sequence[jax.Array],
     axis: Axis,
-    buffering: Buffering | None = None,
     sum_dtype: str | None = None,
 ) -> list[jax.Array]:
     """Sums each array over the replicas.
@@ -164,8 +163,6 @@ def all_sum(
     Args:
       leaves: This replica's arrays, of any shapes and dtypes.
       axis: The replica axis.
-      buffering: The rule that decides which arrays share a buffer. None for no
-        buffers.
       sum_dtype: The dtype in which arrays are sent and summed. None for the
         dtype of each array.
 
@@ -179,11 +176,7 @@ def all_sum(
     if not leaves:
         return []
     arrays = [jnp.asarray(leaf) for leaf in leaves]
-    if isinstance(replay.current.side, Turn):
-        # In lockstep, sums are computed eagerly, op by op, so a buffer would
-        # only add work.
-        buffering = None
-    reduce = functools.partial(sum_arrays, axis=axis, buffering=buffering)
+    reduce = functools.partial(sum_arrays, axis=axis)
     if sum_dtype is None:
         return _compute_collective(reduce, arrays)
     sums = _compute_collective(reduce, [a.astype(sum_dtype) for a in arrays])
@@ -195,7 +188,6 @@ def sum_if(
     compute: Callable[..., list[jax.Array]],
     operands: Sequence[Tree],
     axis: Axis,
-    buffering: Buffering | None = None,
     sum_dtype: str | None = None,
 ) -> list[jax.Array]:
     """Computes arrays, and sums them over the replicas if a condition holds.
@@ -206,7 +198,6 @@ def sum_if(
       compute: A function from `operands` to a list of arrays.
       operands: The arguments of `compute`: nests of arrays.
       axis: The replica axis.
-      buffering: See `all_sum`.
       sum_dtype: See `all_sum`.
 
     Returns:
@@ -214,7 +205,7 @@ def sum_if(
     """
 
     def compute_sums(*operands: Tree) -> list[jax.Array]:
-        return all_sum(compute(*operands), axis, buffering, sum_dtype)
+        return all_sum(compute(*operands), axis, sum_dtype)
 
     def branch(condition: Array, *operands: Tree) -> list[jax.Array]:
         return jax.lax.cond(condition, compute_sums, compute, *operands)

@@ -34,12 +34,11 @@ from keras_strategies.passes.stages import (
     needed_equations,
     variables,
 )
-from keras_strategies.spmd.buffers import choose_buffering
+from keras_strategies.spmd.buffers import choose_buffering, sum_arrays
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import (
     add_dim,
     all_max,
-    all_sum,
     replica_map,
     replicated_spec,
     split_spec,
@@ -339,26 +338,23 @@ class _SectionedStep:
         self, values: ShardedInterpreter, wants: list[Any]
     ) -> list[Any]:
         results: list[Any] = [None] * len(wants)
-        summed = []
+        summed, axis = [], self._mesh.all_replicas
         for i, (variable, want) in enumerate(wants):
             if want.how is _Result.SUM and isinstance(want.spec, Sharded):
                 results[i] = values.sum(variable, want.spec)
             elif want.how is _Result.SUM:
                 summed.append(i)
             elif want.how is _Result.MAX:
-                results[i] = all_max(
-                    values.full(variable), self._mesh.all_replicas
-                )
+                results[i] = all_max(values.full(variable), axis)
             elif want.how is _Result.PER_REPLICA:
                 results[i] = add_dim(values.full(variable), self._mesh)
             elif isinstance(want.spec, Sharded):
                 results[i] = values.shard(variable, want.spec)
             else:
                 results[i] = values.full(variable)
-        terms = [values.full(wants[i][0]) for i in summed]
-        sums = all_sum(
-            terms, self._mesh.all_replicas, choose_buffering(self._mesh)
-        )
+        terms = [jnp.asarray(values.full(wants[i][0])) for i in summed]
+        buffering = choose_buffering(self._mesh)
+        sums = sum_arrays(terms, axis=axis, buffering=buffering)
         for i, total in zip(summed, sums, strict=True):
             results[i] = total
         return results

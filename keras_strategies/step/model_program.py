@@ -41,7 +41,11 @@ from keras_strategies.step.route import Form, Route
 from keras_strategies.step.router import Router
 from keras_strategies.step.state.host_slots import keep_slots_on_host
 from keras_strategies.step.state.layout import PLAIN, Layout, Step
-from keras_strategies.step.traced import call_on_global_batch, jit_named
+from keras_strategies.step.traced import (
+    call_on_global_batch,
+    combine_sums,
+    jit_named,
+)
 from keras_strategies.variables.host_memory import take_slots
 from keras_strategies.variables.shardings import (
     get_sharding,
@@ -147,30 +151,20 @@ class ModelProgram:
             for is_stacked in (False, True)
         )
         ragged = self._run_ragged_rows
-        global_name, ragged_name = (
-            f"{name}_{of}" for of in ("global", "ragged")
-        )
-        jit_for_shape = functools.partial(
-            jit_named, donate_argnums=0, static_argnums=3
-        )
+        jit = functools.partial(jit_named, donate_argnums=0)
+        jit_for_shape = functools.partial(jit, static_argnums=3)
         return {
-            Form.EVEN: jit_named(
-                constrain(even, even_results, is_even=True),
-                name,
-                donate_argnums=0,
-            ),
-            Form.STACKED: jit_named(
-                constrain(stacked, stacked_results, is_even=True),
-                f"{name}s",
-                donate_argnums=0,
+            Form.EVEN: jit(constrain(even, even_results, is_even=True), name),
+            Form.STACKED: jit(
+                constrain(stacked, stacked_results, is_even=True), f"{name}s"
             ),
             Form.GLOBAL: jit_for_shape(
                 constrain(self._run_global_batch),
-                global_name,
+                f"{name}_global",
                 out_shardings=None if is_placed or has_cores else mesh.whole,
             ),
             Form.RAGGED: jit_for_shape(
-                ragged if has_rows else constrain(ragged), ragged_name
+                ragged if has_rows else constrain(ragged), f"{name}_ragged"
             ),
         }
 
@@ -268,6 +262,7 @@ class ModelProgram:
         padded = jax.tree.leaves(data)[0].shape[axis]
         rows = RaggedRows.of(shape, padded, mesh.num_replicas)
         step = functools.partial(self._ragged_step, rows.counts)
+        step = combine_sums(step, mesh)
         body = self._map_step(step, stacked=shape.steps > 1)
         results, *state = body(written, read, rows.take(data, axis, mesh))
         if self._returns_rows:

@@ -179,7 +179,7 @@ class ReplicaContext:
         leaves, structure = jax.tree.flatten(value)
         arrays = [to_summable(jnp.asarray(leaf), op) for leaf in leaves]
         if self._step is not None:
-            arrays = all_sum(arrays, self._step.axis, self._step.buffering)
+            arrays = all_sum(arrays, self._step.axis)
         if op is ReduceOp.MEAN:
             arrays = [a / self.num_replicas_in_sync for a in arrays]
         return jax.tree.unflatten(structure, arrays)

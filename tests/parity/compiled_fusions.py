@@ -21,7 +21,6 @@ import jax.numpy as jnp
 
 import keras_strategies as ks
 from keras_strategies.spmd import buffers
-from keras_strategies.step import traced
 
 import keras  # isort: skip
 from keras import layers  # isort: skip
@@ -113,8 +112,6 @@ def one_flat_buffer():
     """Lets arrays travel as they once did: all of a dtype concatenated."""
     flat = buffers.Buffering(max_entries=2**62, max_shapes=None)
     buffers.IN_PROCESS = flat
-    # Else the buffer is recognized in the trace and packed anew.
-    traced.are_sums_expensive = lambda step: False
     buffers.pack = lambda arrays, axis: jnp.concatenate(
         [array.ravel() for array in arrays]
     )

@@ -52,14 +52,18 @@ def make_leaves(x):
     ]
 
 
+def sum_arrays(arrays, buffering):
+    return buffers.sum_arrays(arrays, axis=AXIS, buffering=buffering)
+
+
 @pytest.mark.parametrize(
     ("replicas", "buffering"), combine([1, 2, 3, 8], BUFFERINGS, every=2)
 )
-def test_all_sum_keeps_order_shapes_and_types(replicas, buffering):
+def test_sums_keep_order_shapes_and_types(replicas, buffering):
     data = np.arange(replicas, dtype="float32") + 1
-    sums = mapped(
-        lambda x: rm.all_sum(make_leaves(x), AXIS, buffering), replicas
-    )(data)
+    sums = mapped(lambda x: sum_arrays(make_leaves(x), buffering), replicas)(
+        data
+    )
     expected = jax.tree.map(
         lambda *parts: sum(np.asarray(p, "float64") for p in parts),
         *[make_leaves(jnp.asarray([value])) for value in data],
@@ -72,18 +76,16 @@ def test_all_sum_keeps_order_shapes_and_types(replicas, buffering):
 
 @pytest.mark.parametrize("buffering", BUFFERINGS)
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_all_sum_takes_any_number_of_scalars(count, buffering):
+def test_any_number_of_scalars_is_summed(count, buffering):
     def fn(x):
-        summands = [x.sum() + i for i in range(count)]
-        return rm.all_sum(summands, AXIS, buffering)
+        return sum_arrays([x.sum() + i for i in range(count)], buffering)
 
     sums = mapped(fn, 2)(np.array([3.0, 4.0], "float32"))
     assert [float(s) for s in sums] == [7.0 + 2 * i for i in range(count)]
 
 
-@pytest.mark.parametrize("buffering", BUFFERINGS)
-def test_all_sum_takes_python_numbers(buffering):
-    sums = mapped(lambda x: rm.all_sum([1, 2.5, x.sum()], AXIS, buffering), 2)(
+def test_all_sum_takes_python_numbers():
+    sums = mapped(lambda x: rm.all_sum([1, 2.5, x.sum()], AXIS), 2)(
         np.zeros(2, "float32")
     )
     assert [float(s) for s in sums] == [2.0, 5.0, 0.0]
@@ -91,7 +93,7 @@ def test_all_sum_takes_python_numbers(buffering):
 
 def test_small_arrays_of_a_type_share_a_collective():
     def collectives(buffering):
-        fn = mapped(lambda x: rm.all_sum(make_leaves(x), AXIS, buffering), 2)
+        fn = mapped(lambda x: sum_arrays(make_leaves(x), buffering), 2)
         jaxpr = str(jax.make_jaxpr(fn)(np.zeros(2, "float32")))
         return jaxpr.count("psum[") + jaxpr.count("psum_invariant[")
 
@@ -112,7 +114,7 @@ def test_sums_are_differentiated_both_ways(transform, buffering):
 
     def fn(x):
         def loss(weights):
-            sums = rm.all_sum([w * x.sum() for w in weights], AXIS, buffering)
+            sums = sum_arrays([w * x.sum() for w in weights], buffering)
             return sum(jnp.sum(total**2) for total in sums)
 
         return transform(loss)(weights)

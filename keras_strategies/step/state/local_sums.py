@@ -23,12 +23,11 @@ from keras_strategies.hooks.summands import (
 )
 from keras_strategies.keras_bridge.step_context import Group
 from keras_strategies.passes.specs import Sharded
-from keras_strategies.spmd.buffers import choose_buffering
+from keras_strategies.spmd.buffers import choose_buffering, sum_arrays
 from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.spmd.identity import IdentitySet
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import (
-    all_sum,
     keep_first,
     replica_map,
     replicated_spec,
@@ -96,8 +95,9 @@ class LocalSums(Layout):
     def sum_accumulators(self, stacked: list[Any]) -> tuple[Any, list[Any]]:
         """Returns the sums of the replicas' summands; to be mapped."""
         arrays, mesh = [a[0] for a in stacked], self._mesh
-        sums = all_sum(arrays, mesh.all_replicas, choose_buffering(mesh))
-        return jnp.zeros(()), sums
+        return jnp.zeros(()), sum_arrays(
+            arrays, axis=mesh.all_replicas, buffering=choose_buffering(mesh)
+        )
 
     def convert(self, state: Groups, *, is_packed: bool) -> None:
         """Stacks the accumulators of a state, or sums them; in place.
