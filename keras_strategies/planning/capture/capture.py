@@ -109,7 +109,7 @@ class Capture:
         if assignment is None:
             return self._slice
         if self._layout is not None:
-            partitioner = self._layout.variable_partitioner
+            partitioner = self._layout.partitioner
         self._assigned = replica_meshes.make_assigned_mesh(
             assignment, partitioner, is_abstract=True
         )
@@ -147,7 +147,7 @@ class Capture:
         self.layout = str(layout)
         if not is_assigned or layout.cores > 1:
             mesh = make_mesh(self.devices, layout)
-        return mesh, layout_map, layout.variable_partitioner
+        return mesh, layout_map, layout.partitioner
 
     def make_runner(self, strategy: Strategy, mesh: ReplicaMesh) -> Runner:
         """Returns the object that implements a strategy's `run`."""

@@ -159,7 +159,7 @@ def iter_candidates(
         strategy = base._make_planned(
             make_mesh(devices, layout),
             layout_map=find_layout_map(layout),
-            variable_partitioner=layout.variable_partitioner,
+            variable_partitioner=layout.partitioner,
         )
         return _fit_step(strategy, maker, batch)
 
@@ -187,7 +187,7 @@ def list_default_layouts(devices: Sequence[Any]) -> list[lib.Layout]:
     layouts = lib.list_layouts(len(devices), shards)
     is_named = devices[0].platform == "tpu" or is_absent_gpu(devices[0])
     if is_named and len(devices) >= _MODEL_AXIS**2:
-        layouts.append(lib.Layout(divides="all", cores=_MODEL_AXIS))
+        layouts.append(lib.parse_layout(f"sharded+model:{_MODEL_AXIS}"))
     return layouts
 
 
@@ -197,7 +197,7 @@ def make_mesh(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:
     Raises:
       ValueError: if the layout does not fit the devices.
     """
-    partitioner = layout.variable_partitioner
+    partitioner = layout.partitioner
     shape = None
     if layout.cores > 1 and is_absent_gpu(devices[0]):
         number = _count_gpus_of_host(devices)

@@ -12,7 +12,11 @@ from typing import Any
 
 from keras_strategies.planning.seam import partitioners
 
-_NAMES = ("replicated", "slots", "sharded", "model")
+_KINDS = {
+    "slots": partitioners.SlotsOnly,
+    "sharded": partitioners.FullySharded,
+}
+_NAMES = ("replicated", *_KINDS, "model")
 _WORD = re.compile(r"(?P<name>[a-z]+)(:(?P<number>[1-9]\d{0,5}))?", re.ASCII)
 _EXAMPLES = (
     "'replicated', 'slots', 'sharded:64', 'model:4' or 'sharded+model:4'"
@@ -26,59 +30,40 @@ class Layout:
     """The layout of a model on the devices of a topology.
 
     Attributes:
-      divides: What is sharded over replicas: "nothing", "slots" (the
-        optimizer's state) or "all" (weights and the optimizer's state).
-      shards: The number of replicas over which the variables are sharded. None
-        to use the default for the devices.
+      partitioner: The `variable_partitioner` of a strategy with this layout.
+        None for replicated variables.
       cores: The number of devices of a replica. If there are several, a
         transformer's attention heads and dense layers are sharded over them.
-      partitioner: A user-defined partitioner, which replaces `divides`.
     """
 
-    divides: str = "nothing"
-    shards: int | None = None
-    cores: int = 1
     partitioner: Any = None
-
-    @property
-    def variable_partitioner(self) -> Any:
-        """The `variable_partitioner` of a strategy with this layout.
-
-        Returns:
-          A partitioner, or None for replicated variables.
-        """
-        if self.partitioner is not None:
-            return self.partitioner
-        if self.divides == "slots":
-            return partitioners.SlotsOnly(shards=self.shards)
-        if self.divides == "all":
-            return partitioners.FullySharded(shards=self.shards)
-        return None
+    cores: int = 1
 
     def __str__(self) -> str:
         words = []
         if self.partitioner is not None:
             words.append(_name_partitioner(self.partitioner))
-        elif self.divides != "nothing":
-            word = "slots" if self.divides == "slots" else "sharded"
-            words.append(word + (f":{self.shards}" if self.shards else ""))
         if self.cores > 1:
             words.append(f"model:{self.cores}")
         return "+".join(words) or "replicated"
 
 
 def _name_partitioner(partitioner: Any) -> str:
-    """Returns a partitioner's name, with the options that are not defaults."""
+    """Returns a word of `_KINDS`, or a partitioner's name and its options."""
     if not isinstance(
         partitioner, partitioners.FullySharded | partitioners.Replicated
     ):
         return getattr(partitioner, "__name__", type(partitioner).__name__)
-    options = [
-        f"{field.name}={value!r}"
+    options = {
+        field.name: value
         for field in dataclasses.fields(partitioner)
         if (value := getattr(partitioner, field.name)) != field.default
-    ]
-    return f"{type(partitioner).__name__}({', '.join(options)})"
+    }
+    for word, kind in _KINDS.items():
+        if type(partitioner) is kind and options.keys() <= {"shards"}:
+            return ":".join([word, *map(str, options.values())])
+    shown = (f"{name}={value!r}" for name, value in options.items())
+    return f"{type(partitioner).__name__}({', '.join(shown)})"
 
 
 def parse_layout(spec: Any) -> Layout:
@@ -90,10 +75,6 @@ def parse_layout(spec: Any) -> Layout:
     """
     if isinstance(spec, Layout):
         return spec
-    kinds = {"slots": partitioners.SlotsOnly, "all": partitioners.FullySharded}
-    for divides, kind in kinds.items():
-        if isinstance(spec, kind) and spec == kind(spec.shards):
-            return Layout(divides=divides, shards=spec.shards)
     if callable(spec) or isinstance(spec, partitioners.FullySharded):
         return Layout(partitioner=spec)
     if not isinstance(spec, str):
@@ -110,7 +91,7 @@ def parse_layout(spec: Any) -> Layout:
             raise ValueError(_describe_unknown(spec))
         number = match["number"]
         numbers[name] = int(number) if number else None
-    divided = [name for name in ("slots", "sharded") if name in numbers]
+    divided = [name for name in _KINDS if name in numbers]
     # "replicated" accepts no number, and cannot be combined with "slots" or
     # "sharded".
     is_contradiction = "replicated" in numbers and (
@@ -119,12 +100,10 @@ def parse_layout(spec: Any) -> Layout:
     cores = numbers.get("model", 1)
     if len(divided) > 1 or is_contradiction or cores is None:
         raise ValueError(_describe_unknown(spec))
-    divides = {"slots": "slots", "sharded": "all"}
-    return Layout(
-        divides=divides[divided[0]] if divided else "nothing",
-        shards=numbers[divided[0]] if divided else None,
-        cores=cores,
-    )
+    partitioner = None
+    if divided:
+        partitioner = _KINDS[divided[0]](shards=numbers[divided[0]])
+    return Layout(partitioner=partitioner, cores=cores)
 
 
 def _describe_unknown(spec: str) -> str:
@@ -147,11 +126,12 @@ def list_layouts(num_devices: int, default_shards: int | None) -> list[Layout]:
     layouts = [Layout()]
     if num_devices == 1:
         return layouts
-    layouts += [Layout(divides="slots"), Layout(divides="all")]
+    layouts += [Layout(partitioner=kind()) for kind in _KINDS.values()]
     if default_shards is not None and default_shards < num_devices:
         number = min(num_devices, _MAX_DIVIDED)
         if number > default_shards:
-            layouts.append(Layout(divides="all", shards=number))
+            sharded = partitioners.FullySharded(shards=number)
+            layouts.append(Layout(partitioner=sharded))
     return layouts
 
 

@@ -367,7 +367,7 @@ def test_arrays_are_passed_whole(tmp_path):
             f"{DIVIDED}FullySharded(min_size=1)",
             "FullySharded(min_size=1)",
         ),
-        (Layout(divides="slots"), "", "slots"),
+        (parse_layout("slots"), "", "slots"),
         (Layout(), f"{DIVIDED}FullySharded()", "replicated"),
     ],
 )

@@ -18,27 +18,25 @@ def custom(path, shape):
 
 
 @pytest.mark.parametrize(
-    ("given", "layout", "partitioner"),
+    ("given", "layout"),
     [
-        ("replicated", Layout(), None),
-        ("slots", Layout(divides="slots"), SlotsOnly()),
-        ("slots:64", Layout(divides="slots", shards=64), SlotsOnly(64)),
-        ("sharded", Layout(divides="all"), FullySharded()),
-        ("sharded:8", Layout(divides="all", shards=8), FullySharded(shards=8)),
-        ("model:4", Layout(cores=4), None),
+        ("replicated", Layout()),
+        ("slots", Layout(partitioner=SlotsOnly())),
+        ("slots:64", Layout(partitioner=SlotsOnly(64))),
+        ("sharded", Layout(partitioner=FullySharded())),
+        ("sharded:8", Layout(partitioner=FullySharded(8))),
+        ("model:4", Layout(cores=4)),
         (
             "sharded:16+model:4",
-            Layout(divides="all", shards=16, cores=4),
-            FullySharded(shards=16),
+            Layout(partitioner=FullySharded(16), cores=4),
         ),
-        ("slots+model:2", Layout(divides="slots", cores=2), SlotsOnly()),
+        ("slots+model:2", Layout(partitioner=SlotsOnly(), cores=2)),
     ],
 )
-def test_words_give_a_layout_that_prints_as_them(given, layout, partitioner):
+def test_words_give_a_layout_that_prints_as_them(given, layout):
     found = lib.parse_layout(given)
     assert found == layout
     assert str(found) == given
-    assert found.variable_partitioner == partitioner
 
 
 @pytest.mark.parametrize(
@@ -69,7 +67,7 @@ def test_a_partitioner_of_the_user_s_own_is_used_as_it_is():
     own = FullySharded(shards=4, min_size=7)
     for partitioner in (own, custom):
         layout = lib.parse_layout(partitioner)
-        assert layout.variable_partitioner is partitioner
+        assert layout.partitioner is partitioner
 
 
 @pytest.mark.parametrize(
