@@ -43,9 +43,7 @@ class PlanMixin:
         at low effort is several times as fast; the reported memory is then
         between a third less and a quarter more than at full effort, which
         training uses. A candidate near the memory limit, or the only candidate,
-        is also compiled at full effort. For a model with many equal blocks, two
-        shorter models are compiled and their results are extrapolated. Times
-        are estimates.
+        is also compiled at full effort. Times are estimates.
 
         Args:
           model: A function that makes and compiles the model, called in the
@@ -59,8 +57,8 @@ class PlanMixin:
           strategies: The layouts to compare: names such as "replicated",
             "slots" (only optimizer slots are sharded), "sharded:64" (in groups
             of 64 replicas), "model:4" (with `transformer_layout` over 4 cores)
-            or "sharded+model:4"; or partitioners. None for several common
-            layouts.
+            or "sharded+model:4"; or partitioners. None for the
+            `variable_partitioner` of this strategy and several common layouts.
           scale: "replica" if each replica of a candidate gets the same number
             of rows as a replica of this strategy; "global" if `batch` is the
             global batch of every candidate.

@@ -175,6 +175,7 @@ class Partitioner:
       mesh: The mesh of the strategy's replicas.
 
     Attributes:
+      original: The argument `partitioner`.
       shards: The number of replicas over which a variable is sharded.
       has_replicated_weights: Whether only gradients and slots are sharded.
       offload: "optimizer" if the host stores optimizer slots, else None.
@@ -188,7 +189,7 @@ class Partitioner:
 
     def __init__(self, partitioner: PartitionerLike, mesh: ReplicaMesh) -> None:
         check_partitioner(partitioner, isinstance(partitioner, FullySharded))
-        self._partitioner = partitioner
+        self.original = partitioner
         self.has_replicated_weights = isinstance(partitioner, SlotsOnly)
         self.offload: str | None = getattr(partitioner, "offload", None)
         shards = getattr(partitioner, "shards", None)
@@ -237,7 +238,7 @@ class Partitioner:
         """
         if self.shards == 1 or not shape:
             return None
-        partitioner = self._partitioner
+        partitioner = self.original
         if isinstance(partitioner, FullySharded):
             if math.prod(shape) < partitioner.min_size:
                 return None
@@ -267,7 +268,7 @@ class Partitioner:
     @property
     def shards_any(self) -> bool:
         """Whether it may shard any variable."""
-        return not isinstance(self._partitioner, Replicated)
+        return not isinstance(self.original, Replicated)
 
     def describe(self) -> str:
         """Returns its name, with the number of shards."""
@@ -275,18 +276,18 @@ class Partitioner:
 
     def offloads(self, weight: keras.Variable) -> bool:
         """Returns whether a weight's slots are in the memory of the host."""
-        min_size = getattr(self._partitioner, "min_size", MIN_SIZE)
+        min_size = getattr(self.original, "min_size", MIN_SIZE)
         return bool(self.offload) and math.prod(weight.shape) >= min_size
 
     @property
     def is_function(self) -> bool:
         """Whether the partitioner is a user-defined function."""
-        return not isinstance(self._partitioner, FullySharded | Replicated)
+        return not isinstance(self.original, FullySharded | Replicated)
 
     @property
     def name(self) -> str:
         """The partitioner's name, with its options but without `shards`."""
-        partitioner = self._partitioner
+        partitioner = self.original
         if isinstance(partitioner, FullySharded):
             dtype = self.sum_dtype
             rest = f", reduce_dtype={dtype!r}" if dtype else ""
@@ -310,7 +311,7 @@ class Partitioner:
           The reason twice: as a few words and as a sentence. None for a
           scalar, and for a variable that is sharded.
         """
-        partitioner = self._partitioner
+        partitioner = self.original
         if not shape or isinstance(partitioner, Replicated):
             return None
         if self.shards == 1:

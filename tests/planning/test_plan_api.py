@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.planning.compile.candidates import Batch, iter_candidates
 from tests.support.plain_keras import mirrored
 
 SHAPE = jax.ShapeDtypeStruct((16, 40), "float32")
 BATCH = (SHAPE, SHAPE)
 QUIET = {"cache": False, "progress": False}
+LAYOUTS = ["replicated", "slots", "sharded"]
 
 
 def make_model(depth=1, width=40, optimizer="adam"):
@@ -30,7 +32,7 @@ def make_model(depth=1, width=40, optimizer="adam"):
 
 def test_each_layout_has_its_bytes_and_collectives():
     plan = mirrored(4).plan(lambda: make_model(width=400), BATCH, **QUIET)
-    assert [s.layout for s in plan.steps] == ["replicated", "slots", "sharded"]
+    assert [s.layout for s in plan.steps] == LAYOUTS
     replicated, slots, sharded = plan.steps
     weights = 4 * (40 * 400 + 400 + 400 * 40 + 40)
     assert replicated.memory["weights"] == weights
@@ -78,6 +80,24 @@ def test_a_plan_has_the_slots_on_the_host_of_a_process():
     assert usual.host_bytes == 0
     assert "host GB" in str(plan)
     assert offloaded.layout == "SlotsOnly(min_size=1, offload='optimizer')"
+
+
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [
+        (None, LAYOUTS),
+        (ks.experimental.SlotsOnly(), ["slots", "replicated", "sharded"]),
+        (
+            ks.experimental.Replicated(offload="optimizer"),
+            ["Replicated(offload='optimizer')", *LAYOUTS],
+        ),
+    ],
+)
+def test_the_layout_of_the_strategy_is_planned_first(kind, layouts):
+    strategy = ks.MirroredStrategy(jax.devices()[:4], variable_partitioner=kind)
+    batch = Batch(BATCH, 4, is_global=True)
+    found = iter_candidates(strategy, make_model, batch, None, None)
+    assert [candidate.layout for candidate in found] == layouts
 
 
 def test_plans_need_no_import_but_the_packages():

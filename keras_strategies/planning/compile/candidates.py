@@ -118,24 +118,25 @@ def iter_candidates(
       batch: The shapes of the global batch.
       topologies: The names of TPU slices or GPUs. None for the strategy's
         devices.
-      strategies: The layouts to plan. None for the default layouts.
+      strategies: The layouts to plan. None for that of `base` and the default
+        layouts.
 
     Raises:
       ValueError, TypeError: if a topology or a layout is not valid.
     """
     if strategies is not None:
-        is_many = isinstance(strategies, Sequence)
-        if isinstance(strategies, str) or not is_many:
+        if isinstance(strategies, str) or not isinstance(strategies, Sequence):
             strategies = [strategies]
         strategies = list(map(lib.parse_layout, strategies))
+    bound = base._runtime.distribution.placements.partitioner
+    of_base = [] if bound is None else [lib.parse_layout(bound.original)]
     if topologies is None:
         devices = base.mesh.devices
         slices = {devices[0].device_kind: devices}
     else:
-        names = lib.check_topologies(topologies)
         slices = {
             name: make_devices(name, has_unlimited_memory=True)
-            for name in names
+            for name in lib.check_topologies(topologies)
         }
 
     @functools.cache
@@ -167,6 +168,7 @@ def iter_candidates(
         layouts = strategies
         if layouts is None:
             layouts = filter(is_possible, list_default_layouts(devices))
+            layouts = [*of_base, *(x for x in layouts if x not in of_base)]
         for layout in layouts:
             yield Candidate(
                 topology=name,

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -111,23 +112,18 @@ class FitStep(Step):
         flops = model_flops.count_model_flops(self._model, parts[0])
         return None if flops is None else flops / len(self.mesh.devices)
 
-    def host_bytes(self) -> float:
-        """Implements `Step.host_bytes`."""
-        slots = step_variables(self._model, "train")[2]
-        on_host = filter(shardings.is_on_host, slots)
-        return count_variable_bytes(on_host, self.mesh)
+    def list_variables(self) -> Iterable[keras.Variable]:
+        """Implements `Step.list_variables`."""
+        return itertools.chain(*step_variables(self._model, "train"))
 
     def state_bytes(self) -> Mapping[str, float]:
         """Implements `Step.state_bytes`."""
-        groups = step_variables(self._model, "train")
-        weights, others, slots, *rest = groups
+        weights, others, slots, *rest = step_variables(self._model, "train")
         slots = [v for v in slots if not shardings.is_on_host(v)]
         return {
             "weights": count_variable_bytes([*weights, *others], self.mesh),
             "slots": count_variable_bytes(slots, self.mesh),
-            "other": sum(
-                count_variable_bytes(group, self.mesh) for group in rest
-            ),
+            "other": count_variable_bytes(itertools.chain(*rest), self.mesh),
             "gradients": _count_gradient_bytes(weights, self.mesh),
         }
 

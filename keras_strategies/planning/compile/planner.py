@@ -323,10 +323,8 @@ class _Planning:
         unknown = describe_unknown(low) if isinstance(low, Costs) else ""
         logits = advise_on_logits(row, self._step.logit_bytes)
         if self._chip is not None:
-            each = self._step.host_bytes()
-            self._notes.append(
-                explain_transfers(row, each, self._chip.host_bandwidth)
-            )
+            rate = self._chip.host_bandwidth
+            self._notes.append(explain_transfers(row, rate))
         notes = self._step.note, unknown, *self._notes, logits, advice
         return dataclasses.replace(row, advice=" ".join(filter(None, notes)))
 

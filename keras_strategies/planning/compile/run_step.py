@@ -17,6 +17,7 @@ from keras_strategies.planning.compile.step import (
 from keras_strategies.planning.seam import (
     Runner,
     collect_reasons,
+    shardings,
     values,
 )
 
@@ -118,8 +119,8 @@ class RunStep(Step):
         groups: dict[str, list[keras.Variable]] = {
             name: [] for name in ("weights", "slots", "other")
         }
-        for variable in self._list_variables():
-            if variable.shape is None:
+        for variable in self.list_variables():
+            if variable.shape is None or shardings.is_on_host(variable):
                 continue
             is_slot = math.prod(variable.shape) > 1 and (
                 tuple(variable.shape) in shapes
@@ -131,11 +132,12 @@ class RunStep(Step):
         }
         return sizes | {"gradients": sizes["weights"]}
 
-    def _list_variables(self) -> list[keras.Variable]:
+    def list_variables(self) -> list[keras.Variable]:
+        """Implements `Step.list_variables`."""
         return list(self._runner._strategy._runtime.registry)
 
     def _list_trained(self) -> list[keras.Variable]:
-        return [v for v in self._list_variables() if v.trainable]
+        return [v for v in self.list_variables() if v.trainable]
 
 
 def _is_leaf(leaf: object) -> bool:

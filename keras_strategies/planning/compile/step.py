@@ -67,9 +67,14 @@ class Step:
         """
         return None
 
+    def list_variables(self) -> Iterable[keras.Variable]:
+        """Returns the variables that the step may read or write."""
+        return ()
+
     def host_bytes(self) -> float:
         """Returns the bytes of slots on the host for each device."""
-        return 0.0
+        on_host = filter(shardings.is_on_host, self.list_variables())
+        return count_variable_bytes(on_host, self.mesh)
 
     def state_bytes(self) -> Mapping[str, float]:
         """Returns the bytes of state and gradients on a device, by category.

@@ -55,23 +55,21 @@ def write_advice(
     return " ".join(filter(None, sentences))
 
 
-def explain_transfers(
-    step: PlannedStep, host_bytes: float, bandwidth: float
-) -> str:
+def explain_transfers(step: PlannedStep, bandwidth: float) -> str:
     """Returns a sentence about slots on the host, or "" if there are none.
 
     Args:
       step: The planned step.
-      host_bytes: The bytes of the slots for each device.
       bandwidth: The bandwidth of PCIe per direction, in bytes per second.
     """
-    if not host_bytes or step.estimate is None:
+    seconds = step.estimate.transfer_seconds if step.estimate else 0.0
+    if not seconds:
         return ""
     return (
-        f"The host stores {format_gb(host_bytes)} GB of slots for each device. "
-        f"To move them to the device and back takes "
-        f"{step.estimate.transfer_seconds * 1e3:,.0f} ms of a step, if PCIe "
-        f"has {bandwidth / BYTES_PER_GB:.0f} GB/s in each direction."
+        f"The host stores {format_gb(seconds * bandwidth / 2)} GB of slots for "
+        f"each device. To move them to the device and back takes "
+        f"{seconds * 1e3:,.0f} ms of a step, if PCIe has "
+        f"{bandwidth / BYTES_PER_GB:.0f} GB/s in each direction."
     )
 
 

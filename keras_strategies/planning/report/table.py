@@ -144,7 +144,7 @@ def _make_table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:
         headers += ["bound\nby", "effort"]
     table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ["topology"] if is_stacked else ["topology", "layout"]:
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, no_wrap=not is_stacked)
     for name in headers:
         table.add_column(name, justify="right", no_wrap=True, overflow="fold")
     left_out = _list_left_out(plan)

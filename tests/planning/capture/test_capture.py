@@ -212,6 +212,19 @@ def test_a_loop_is_caught_at_its_first_run(tmp_path, data, rows):
     assert held["weights"] == 4 * (40 * 30 + 30)
 
 
+def test_slots_on_the_host_are_counted_for_run(tmp_path):
+    kind = f"{DIVIDED}SlotsOnly(min_size=1, offload='optimizer')"
+    text = LOOP.replace("MirroredStrategy()", f"MirroredStrategy({kind})")
+    text = text.replace("SGD()", "Adam()")
+    text += "\nwith strategy.scope():\n    "
+    text += "optimizer.build(model.trainable_variables)"
+    text += "\nstrategy.run(step, args=((x[:4], y[:4]),))"
+    step = caught(tmp_path, text).step
+    # For each device, an eighth of the kernel's slots and those of the bias.
+    assert step.host_bytes() == 2 * 4 * (40 * 30 / 8 + 30)
+    assert step.state_bytes()["slots"] == 0
+
+
 def test_components_of_a_planned_batch_are_their_shapes(tmp_path):
     loop = """
 data = strategy.experimental_make_numpy_dataset((x, y)).batch(20)
