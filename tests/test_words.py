@@ -156,9 +156,10 @@ def list_documented(tree):
 
 def list_texts(source, tree):
     """Yields the comments and strings of a module: (line, text)."""
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
+    if any(word_problems(source)):  # Tokens take long; comments are in it.
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value

@@ -111,7 +111,9 @@ def test_plans_need_no_import_but_the_packages():
         "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n"
         "model.compile('sgd', 'mse')\n"
         "batch = keras.ops.ones((8, 4)), keras.ops.ones((8, 2))\n"
-        "plan = strategy.plan(model, batch, cache=False, progress=False)\n"
+        "options = {'cache': False, 'progress': False}\n"
+        "options['strategies'] = 'replicated'\n"
+        "plan = strategy.plan(model, batch, **options)\n"
         "assert isinstance(plan, ks.Plan)\n"
         "assert plan.steps[0].error is None\n"
     )
@@ -132,7 +134,7 @@ def test_the_planned_model_is_left_as_it_is():
 @pytest.mark.parametrize("is_scanned", [False, True])
 def test_of_a_deep_model_the_step_that_runs_is_compiled(is_scanned):
     def make():
-        model = make_model(depth=16)
+        model = make_model(depth=8)
         ks.experimental.scan_blocks(model, is_scanned)
         return model
 

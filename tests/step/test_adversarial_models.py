@@ -254,7 +254,8 @@ def test_a_plan_needs_no_targets():
 
     strategy = ks.MirroredStrategy(devices=jax.devices()[:2])
     batch = jax.ShapeDtypeStruct((16, 6, 6, 1), "float32")
-    memory = strategy.plan(create, (batch, None)).steps[0].memory
+    plan = strategy.plan(create, (batch, None), strategies="replicated")
+    memory = plan.steps[0].memory
     model = make(1)
     fit(model)
     sizes = [
