@@ -7,7 +7,6 @@ chief decides which checkpoint is restored, and all processes restore it.
 
 import contextlib
 import functools
-import json
 import logging
 import os
 import pathlib
@@ -39,12 +38,8 @@ from keras_strategies.checkpoint.orbax_io import (
     wait_at_exit,
 )
 from keras_strategies.cluster.exchange.greetings import clean_text
-from keras_strategies.cluster.exchange.host_exchange import Agreement
-from keras_strategies.cluster.exchange.message_forms import (
-    Either,
-    Form,
-    read_messages,
-)
+from keras_strategies.cluster.exchange.message_forms import Either, Form
+from keras_strategies.cluster.exchange.rounds import Rounds
 from keras_strategies.job import compilation_cache, progress_pipe
 from keras_strategies.names import dry_run
 
@@ -129,9 +124,9 @@ class Storage:
         mark = self.directory / ".lock"
         while not mark.exists() and time.monotonic() < end:
             time.sleep(_POLL_S)
-        received = self._exchange("looking at", str(mark.exists()))
+        received = self._exchange("looking at", mark.exists(), bool)
         answers = zip(self._processes, received, strict=True)
-        blind = [process for process, answer in answers if answer == "False"]
+        blind = [process for process, answer in answers if not answer]
         if blind:
             raise ValueError(
                 "All processes of a job must share the directory of their "
@@ -235,7 +230,7 @@ class Storage:
             self._get_checkpointer(), self.path(step), targets, is_part=is_part
         )
         # The chief must not delete files that other processes still read.
-        self._exchange("restoring", "done")
+        self._exchange("restoring", "done", str)
         return restored
 
     # Saving.
@@ -347,21 +342,18 @@ class Storage:
         """
         if self._is_alone:
             return compute()
-        answer: dict[str, Any] = {}
+        # What the processes other than the chief send is not used.
+        answer: dict[str, Any] = {"error": "", "is_damage": False}
         error: Exception | None = None
         if self.is_chief:
             try:
-                answer["value"] = compute()
+                answer = {"value": compute()}
             except Exception as raised:
                 error = raised
                 answer["error"] = f"{type(raised).__name__}: {raised}"
                 answer["is_damage"] = isinstance(raised, DamagedCheckpoint)
-        (received,) = read_messages(
-            self._exchange(doing, json.dumps(answer))[:1],
-            Either(({"error": str, "is_damage": bool}, {"value": form})),
-            processes=self._processes[:1],
-            about=f"{doing} {str(self.directory)!r}",
-        )
+        forms = {"error": str, "is_damage": bool}, {"value": form}
+        received = self._exchange(doing, answer, Either(forms))[0]
         if error is not None:
             raise error
         if "error" in received:
@@ -372,11 +364,8 @@ class Storage:
             )
         return received["value"]
 
-    def _exchange(self, doing: str, text: str) -> list[str]:
+    def _exchange(self, doing: str, message: object, form: Form) -> list[Any]:
         if self._is_alone:
-            return [text]
-        agreement = Agreement(self._processes, f"{doing} {self.directory}")
-        try:
-            return agreement.exchange(text)
-        finally:
-            agreement.end()
+            return [message]
+        with Rounds(self._processes, f"{doing} {self.directory}") as rounds:
+            return rounds.exchange(message, form)

@@ -13,9 +13,6 @@ from keras_strategies.cluster.addresses import add_rpc_layer as add_rpc_layer
 from keras_strategies.cluster.addresses import shorten as shorten
 from keras_strategies.cluster.checks import check_number as check_number
 from keras_strategies.cluster.checks import check_type as check_type
-from keras_strategies.cluster.exchange.host_exchange import (
-    Agreement as Agreement,
-)
 from keras_strategies.cluster.exchange.message_forms import Form as Form
 from keras_strategies.cluster.exchange.message_forms import (
     find_problem as find_problem,
@@ -24,9 +21,7 @@ from keras_strategies.cluster.exchange.message_forms import is_count as is_count
 from keras_strategies.cluster.exchange.message_forms import (
     load_form as load_form,
 )
-from keras_strategies.cluster.exchange.message_forms import (
-    read_messages as read_messages,
-)
+from keras_strategies.cluster.exchange.rounds import Rounds as Rounds
 from keras_strategies.cluster.resolvers.tf_config_resolver import (
     VARIABLE as VARIABLE,
 )

@@ -20,19 +20,18 @@ from typing import Any
 
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.seam import (
-    Agreement,
     Checkpoint,
     FitState,
     Form,
     Keep,
     ReplicaMesh,
+    Rounds,
     contents,
     dry_run,
     find_fit_state,
     is_count,
     load_form,
     open_regular,
-    read_messages,
     reading,
 )
 
@@ -151,20 +150,16 @@ def broadcast_from_chief(
       name: What the value describes, for error messages.
       value: This process's value, which must be convertible to JSON. Only the
         chief's value is used.
-      form: The types that the value must have.
+      form: The types that each process's value must have.
 
     Returns:
       The chief's `value`. If there are several processes, an error is raised
-      unless the value has the types of `form`.
+      unless all values have the types of `form`.
     """
     if mesh.num_processes == 1 or dry_run.get() is not None:
         return value
-    agreement = Agreement(mesh.processes, name)
-    received = agreement.exchange(json.dumps(value))
-    agreement.end()
-    return read_messages(
-        received[:1], form, processes=mesh.processes[:1], about=name
-    )[0]
+    with Rounds(mesh.processes, name) as rounds:
+        return rounds.exchange(value, form)[0]
 
 
 def count_steps(

@@ -37,6 +37,7 @@ from keras_strategies.cluster.exchange import (
 from keras_strategies.cluster.exchange.exit_codes import Cause
 from keras_strategies.cluster.exchange.message_forms import (
     Either,
+    Form,
     read_messages,
 )
 from keras_strategies.cluster.exchange.rounds import Rounds
@@ -367,7 +368,12 @@ def _heard_by_storage(directory: Any) -> Parse:
     storage.is_chief = False
 
     def parse(text: str) -> object:
-        storage._exchange = lambda doing, said: [text]
+        rounds = Rounds((0, 1), "opening", agree=lambda *_: _Talk(text))
+
+        def exchange(doing: str, message: object, form: Form) -> list[Any]:
+            return rounds.exchange(message, form)[::-1]
+
+        storage._exchange = exchange
         return storage._run_on_chief("opening", lambda: None, int | None)
 
     return parse

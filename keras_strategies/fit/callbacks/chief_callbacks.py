@@ -36,6 +36,7 @@ from keras.src.utils import file_utils
 
 from keras_strategies._types import Callbacks, Logs
 from keras_strategies.cluster.exchange.host_exchange import Agreement
+from keras_strategies.cluster.exchange.rounds import Rounds
 from keras_strategies.fit.callbacks.callback_list import implements
 from keras_strategies.hooks.summands import unwrap
 from keras_strategies.kernels.scanned_blocks import find_columns
@@ -108,10 +109,9 @@ def read_variables_together(
     if mesh.num_processes == 1:
         return True
     flat = keras.tree.flatten(callbacks) if callbacks else []
-    agreement = Agreement(mesh.processes, "the callbacks of an epoch's steps")
-    received = agreement.exchange(str(all(map(_reads_after_epochs, flat))))
-    agreement.end()
-    return set(received) == {str(True)}
+    mine = all(map(_reads_after_epochs, flat))
+    with Rounds(mesh.processes, "the callbacks of an epoch's steps") as rounds:
+        return all(rounds.exchange(mine, bool))
 
 
 def _reads_after_epochs(callback: Any) -> bool:

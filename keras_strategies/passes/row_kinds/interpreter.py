@@ -191,7 +191,7 @@ class Interpreter:
             self._check_merge(equation, name, kind)
         is_gradient = name in (marks.GRADIENT, marks.SHARE)
         if is_gradient and not kind.is_zero and self._is_shown(kind, name):
-            # The replicas merge all of them in the same way, in common buffers.
+            # The replicas merge all of them in the same way.
             return make_sum(MEAN_POWER)
         if name == marks.CHANGE and not scales.is_wrong(kind, name):
             # The replicas sum it up, as one device does.
