@@ -4,6 +4,7 @@ A step of theirs gathers ids and exchanges rows; it gathers no table. The
 invariant is that of tests/parity/test_sharded.py.
 """
 
+import functools
 import re
 
 import jax
@@ -21,7 +22,7 @@ from tests.support.combinations import combine, cover, some
 from tests.support.strategies import make_strategy
 
 WORDS, WIDTH, LENGTH = 600, 24, 3
-TABLES = 2, 40, 90, 200, 600, 900, 1500, 5000
+TABLES = 2, 40, 200, 900, 5000
 OPTIMIZERS = {
     "adam": lambda: keras.optimizers.Adam(0.01, epsilon=0.01),
     "adagrad": lambda: keras.optimizers.Adagrad(0.1),
@@ -141,7 +142,7 @@ def accumulated():
 
 
 def recommender(optimizer="adam"):
-    """Eight tables of several sizes and dense features, as DLRM has them."""
+    """Tables of several sizes and dense features, as DLRM has them."""
     keras.utils.set_random_seed(7)
     return make_recommender(TABLES, OPTIMIZERS[optimizer](), WIDTH, 16)
 
@@ -200,10 +201,15 @@ def count_exchanges(text):
     return len(re.findall(r" all-to-all(?:-start)?\(", text))
 
 
-def check(make, strategy, rows, batch_size, tolerance=3e-5):
-    wanted = train(make(), rows, batch_size)
+@functools.cache
+def on_one_device(make, args, rows, batch_size):
+    return train(make(*args), rows, batch_size)
+
+
+def check(make, strategy, rows, batch_size, tolerance=3e-5, args=()):
+    wanted = on_one_device(make, args, rows, batch_size)
     with strategy.scope():
-        model = make()
+        model = make(*args)
     assert_equal(train(model, rows, batch_size), wanted, tolerance)
     assert_replicated(model)
     return model
@@ -221,7 +227,7 @@ NAMES = ["sharded2", "sharded3", "sharded4", "sharded8"]
 )
 def test_every_optimizer_equals_one_device(name, optimizer, rows, batch_size):
     strategy = make_strategy(name)
-    model = check(lambda: pooled(optimizer), strategy, rows, batch_size)
+    model = check(pooled, strategy, rows, batch_size, args=(optimizer,))
     (embeddings,) = [v for v in model.weights if v.name == "embeddings"]
     assert tuple(embeddings.value.sharding.spec) == (None, "replica")
     text = compile_text(strategy, model, 24)
@@ -235,7 +241,7 @@ def test_every_optimizer_equals_one_device(name, optimizer, rows, batch_size):
 )
 def test_a_recommender_equals_one_device(name, optimizer, rows):
     strategy = make_strategy(name)
-    model = check(lambda: recommender(optimizer), strategy, rows, 24)
+    model = check(recommender, strategy, rows, 24, args=(optimizer,))
     tables = [v for v in model.weights if v.name == "embeddings"]
     sharded = [v for v in tables if not v.value.sharding.is_fully_replicated]
     assert len(tables) == len(TABLES)
