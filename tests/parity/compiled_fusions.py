@@ -37,10 +37,8 @@ def resnet():
         return layers.BatchNormalization()(value)
 
     inputs = keras.Input((8, 8, 32))
-    value = inputs
-    for _ in range(3):
-        hidden = layers.ReLU()(convolved(value))
-        value = layers.ReLU()(value + convolved(hidden))
+    hidden = layers.ReLU()(convolved(inputs))
+    value = layers.ReLU()(inputs + convolved(hidden))
     value = layers.GlobalAveragePooling2D()(value)
     return keras.Model(inputs, layers.Dense(10)(value))
 
@@ -48,13 +46,12 @@ def resnet():
 def transformer():
     inputs = keras.Input((32,), dtype="int32")
     value = layers.Embedding(64, 64)(inputs)
-    for _ in range(2):
-        attended = layers.MultiHeadAttention(4, 16)(
-            value, value, use_causal_mask=True
-        )
-        value = layers.LayerNormalization()(value + attended)
-        hidden = layers.Dense(128, activation="relu")(value)
-        value = layers.LayerNormalization()(value + layers.Dense(64)(hidden))
+    attended = layers.MultiHeadAttention(4, 16)(
+        value, value, use_causal_mask=True
+    )
+    value = layers.LayerNormalization()(value + attended)
+    hidden = layers.Dense(128, activation="relu")(value)
+    value = layers.LayerNormalization()(value + layers.Dense(64)(hidden))
     value = layers.GlobalAveragePooling1D()(value)
     return keras.Model(inputs, layers.Dense(10)(value))
 
