@@ -106,8 +106,8 @@ def count_logit_bytes(model: keras.Model, labels: Tree) -> int:
       labels: The labels of a step, or their shape.
     """
     layer, _ = _find_head(model)
-    is_usual = _takes_logits(getattr(model, "loss", None))
-    if layer is None or layer in _block_sizes or not is_usual:
+    config = _read_config(getattr(model, "loss", None))
+    if layer is None or layer in _block_sizes or not config:
         return 0
     (logits,) = get_graph(model).outputs
     item = jnp.dtype(layer.compute_dtype).itemsize
@@ -124,9 +124,12 @@ def _find_head(model: keras.Model) -> tuple[Any, Any]:
     return layer if is_head else None, layer
 
 
-def _takes_logits(loss: object) -> bool:
-    is_usual = type(loss) is keras.losses.SparseCategoricalCrossentropy
-    return is_usual and loss.from_logits
+def _read_config(loss: object) -> dict[str, Any]:
+    """Returns the configuration of a cross-entropy of logits; of others, {}."""
+    if type(loss) is not keras.losses.SparseCategoricalCrossentropy:
+        return {}
+    config = loss.get_config()
+    return config if config["from_logits"] else {}
 
 
 def _has_plain_logits(layer: Any) -> bool:
@@ -152,7 +155,7 @@ class _Head:
         self._hidden = jnp.asarray(hidden, layer.compute_dtype)
         self.words: Array | None = None
 
-    def compute_losses(self, labels: Array) -> Array:
+    def compute_losses(self, labels: Array, smoothing: float) -> Array:
         """Returns the loss of each label."""
         layer, hidden, bias, cap = self._layer, self._hidden, None, None
         is_dense = isinstance(layer, keras.layers.Dense)
@@ -171,6 +174,7 @@ class _Head:
             Options(
                 words_axis=0 if is_transposed else 1,
                 soft_cap=cap,
+                smoothing=smoothing,
                 block_size=_block_sizes[layer],
             ),
         )
@@ -210,13 +214,15 @@ def _wrap_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         head = get_tensor_attr(y_pred, _HEAD)
         if head is None or current_trace() is None:
             return original(loss, y_true, y_pred, sample_weight)
-        if not _takes_logits(loss):
+        if not (config := _read_config(loss)):
             _warn(f"The loss {type(loss).__name__!r} reads")
             return original(loss, y_true, y_pred, sample_weight)
         labels = jnp.asarray(y_true).astype(int).reshape(y_pred.shape[:-1])
-        losses = head.compute_losses(labels)
+        # Keras 3.15 has no label smoothing.
+        losses = head.compute_losses(labels, config.get("label_smoothing", 0.0))
         set_keras_mask(losses, get_keras_mask(y_pred))
-        return original(_Losses(loss), labels, losses, sample_weight)
+        loss = _Losses(loss, config["ignore_class"])
+        return original(loss, labels, losses, sample_weight)
 
     return call
 
@@ -224,9 +230,9 @@ def _wrap_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 class _Losses(keras.losses.Loss):
     """The reduction of another loss, whose values are known."""
 
-    def __init__(self, loss: Any) -> None:
+    def __init__(self, loss: Any, ignored: int | None) -> None:
         super().__init__(loss.name, loss.reduction, loss.dtype)
-        self._ignored = loss.ignore_class
+        self._ignored = ignored
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         if self._ignored is not None:

@@ -160,11 +160,12 @@ class ModelProgram:
             ),
             Form.GLOBAL: jit_for_shape(
                 constrain(self._run_global_batch),
-                f"{name}_global",
+                f"{name}_{Form.GLOBAL.value}",
                 out_shardings=None if is_placed or has_cores else mesh.whole,
             ),
             Form.RAGGED: jit_for_shape(
-                ragged if has_rows else constrain(ragged), f"{name}_ragged"
+                ragged if has_rows else constrain(ragged),
+                f"{name}_{Form.RAGGED.value}",
             ),
         }
 
