@@ -148,7 +148,8 @@ class _Table:
                 return None
             queries, keys = operands if QUERIES in dims[0] else operands[::-1]
             return self._add_flag(queries, keys, dtype=bool)
-        steps = [set(np.diff(a.astype("float64"))) for a in known]
+        # Positions along a dimension of size 1 are one number for all.
+        steps = [{*np.diff(np.float64(a))} if a.ndim else {0} for a in known]
         if value.name == "add":
             steps[0] = {-step for step in steps[0]}
         if len(steps[0] | steps[1]) > 1:

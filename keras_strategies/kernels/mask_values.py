@@ -236,7 +236,8 @@ class Value:
         found = places.get(value._counted, np.array(0)).astype("float64")
         for number in entries:
             found = (found + 1) * number.astype("float64")
-        rounded = np.asarray(found, value.dtype)
+        # A sum may be too large for the dtype.
+        rounded = np.errstate(all="ignore")(np.asarray)(found, value.dtype)
         is_exact = not entries or (rounded.astype("float64") == found).all()
         is_exact &= not value.equation.params.get("reverse")
         return rounded if is_exact else None

@@ -289,6 +289,12 @@ def test_rows_with_negative_numbers_are_reported():
 NOT_RECOGNIZED = {
     "input": lambda p, s: p[:, None, :, None] & p[:, None, None] | IS_LATER,
     "prefix": lambda p, s: causal_of_hub()[:, None] | (KEY < 3),
+    "one position": lambda p, s: (
+        jax.lax.broadcasted_iota("int32", (LENGTH, 1), 1) >= KEY
+    )[None, None],
+    "counts that overflow": lambda p, s: (
+        jnp.cumsum(jnp.full((LENGTH, LENGTH), 2**30), 0) >= KEY
+    )[None, None],
     "dilated": lambda p, s: jnp.asarray((QUERY - KEY) % 3 == 0)[None, None],
     "earlier keys only": lambda p, s: (
         jnp.arange(LENGTH) < jnp.arange(LENGTH)[:, None]
