@@ -237,7 +237,8 @@ class Value:
         for number in entries:
             found = (found + 1) * number.astype("float64")
         # A sum may be too large for the dtype.
-        rounded = np.errstate(all="ignore")(np.asarray)(found, value.dtype)
+        with np.errstate(all="ignore"):
+            rounded = np.asarray(found, value.dtype)
         is_exact = not entries or (rounded.astype("float64") == found).all()
         is_exact &= not value.equation.params.get("reverse")
         return rounded if is_exact else None
