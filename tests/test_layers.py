@@ -106,7 +106,7 @@ LOGIC_LINES = {
     "hooks": 1473,
     "job": 720,
     "keras_bridge": 371,
-    "kernels": 2326,
+    "kernels": 2327,
     "migrate": 1499,
     "names": 309,
     "passes": 5329,
