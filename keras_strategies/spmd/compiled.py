@@ -351,15 +351,15 @@ def _find_reader(computation: Computation, gather: Instruction) -> Instruction:
 
     jax 0.12 and newer give an all-gather the source of its operand, or none.
     """
-    makers = map(computation.by_name.get, gather.operands)
-    sources = {maker.source for maker in makers if maker is not None}
+    sources = {computation.by_name[name].source for name in gather.operands}
     if gather.source and gather.source not in sources:
         return gather
     readers = [gather]
     for reader in readers:
         if reader.source not in ("", gather.source):
             return reader
-        readers += computation.users.get(reader.name, ())
+        users = computation.users.get(reader.name, ())
+        readers += [user for user in users if user not in readers]
     return gather
 
 
