@@ -322,12 +322,14 @@ def _warn_of_gathered_tokens(text: str, cores: int) -> None:
         for x in computation.instructions:
             is_float = _ACTIVATION.match(x.result) is not None
             is_weight = x.source.endswith("/all_gather")
-            if not is_float or is_weight or "attention" in x.source:
+            if not is_float or is_weight:
                 continue
             for collective in find_collective(computation, x):
                 replicas = {k // cores for k in (collective.groups or [[]])[0]}
-                if collective.kind == "all-gather" and len(replicas) == 1:
-                    reader = _find_reader(computation, x)
+                if collective.kind != "all-gather" or len(replicas) > 1:
+                    continue
+                reader = _find_reader(computation, x)
+                if "attention" not in reader.source:
                     layers[describe_source(reader)] = collective.size
     if layers:
         shown = ", ".join(
