@@ -113,7 +113,7 @@ LOGIC_LINES = {
     "planning": 3338,
     "reporting": 972,
     "run": 730,
-    "spmd": 1724,
+    "spmd": 1726,
     "step": 2711,
     "strategy": 2185,
     "tape": 449,
