@@ -90,7 +90,12 @@ class Value:
 
     @classmethod
     def of(
-        cls, atom: Any, call: _Call | None, dims: Dims, *mask: Any
+        cls,
+        atom: Any,
+        call: _Call | None,
+        dims: Dims,
+        sizes: tuple[int, ...],
+        budget: Iterator[int],
     ) -> "Value":
         """Returns the value of an array, with the equation that computes it.
 
@@ -101,36 +106,37 @@ class Value:
           call: See `Value`.
           dims: See `Dims`. Those along which the value has one entry are left
             out.
-          *mask: The shape of the mask, and the budget.
+          sizes: See `Value`.
+          budget: See `Value`.
         """
         equation = variable = None
         if call is None:
             # A tracer may only stand for another one, or for an array.
             atom = atom.full_lower() if hasattr(atom, "full_lower") else atom
             if (source := get_tensor_attr(atom, SOURCE)) is not None:
-                return cls.of(source, None, dims, *mask)
+                return cls.of(source, None, dims, sizes, budget)
             equation = getattr(atom, "parent", None)
             variable = getattr(atom, "val", None)
         elif isinstance(atom, Literal):
             atom, call = atom.val, None
         elif atom in call.inputs:
-            return cls.of(*call.inputs[atom], dims, *mask)
+            return cls.of(*call.inputs[atom], dims, sizes, budget)
         else:
             equation, variable = call.makers[atom], atom
-        if next(mask[1]) > _MAX_VALUES:
+        if next(budget) > _MAX_VALUES:
             raise NotRecognized
         inner = None if equation is None else find_called_jaxpr(equation)
         if equation is None or inner is None:
             pairs = zip(dims, _find_shape(atom), strict=False)
             dims = tuple(dim if n > 1 else None for dim, n in pairs)
-            return cls(atom, call, dims, mask[0], mask[1], equation)
+            return cls(atom, call, dims, sizes, budget, equation)
         jaxpr, consts = inner
         operands = [(x, call) for x in equation.invars]
         operands += [(const, None) for const in consts]
         names = [*jaxpr.invars, *jaxpr.constvars]
         inner = _Call(jaxpr, dict(zip(names, operands, strict=True)))
         place = list(equation.outvars).index(variable)
-        return cls.of(jaxpr.outvars[place], inner, dims, *mask)
+        return cls.of(jaxpr.outvars[place], inner, dims, sizes, budget)
 
     @property
     def name(self) -> str:

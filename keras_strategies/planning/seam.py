@@ -4,6 +4,7 @@ No other module of this room imports them.
 """
 
 from keras_strategies.cluster import untrusted as untrusted
+from keras_strategies.cluster.exchange import message_forms as message_forms
 from keras_strategies.cluster.user_code import (
     make_command_line as make_command_line,
 )

@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -22,12 +23,15 @@ from typing import Any
 
 import jax
 
-from keras_strategies.planning.program.costs import Costs
+from keras_strategies._types import Tree
+from keras_strategies.planning.program.costs import BY_KIND, BY_SOURCE, Costs
 from keras_strategies.planning.seam import (
     chips,
     compiled,
     complete_options,
     describe_target,
+    hlo,
+    message_forms,
     read_flags,
     untrusted,
 )
@@ -36,7 +40,7 @@ _DIRECTORY = "keras_strategies"
 _MAX_JOBS = 8
 _BYTES_OF_JOB = 3e9
 """Bytes of host memory needed to compile a large program."""
-_VERSION = 9
+_VERSION = 8
 _MAX_BYTES = 10_000
 _PACKAGES = (
     *("jax", "jaxlib", "libtpu"),
@@ -257,15 +261,14 @@ def _write(path: pathlib.Path, outcome: Outcome) -> None:
         kept: Any = {"misfit": str(outcome), "needed": outcome.needed}
     else:
         kept = dataclasses.asdict(outcome)
-    text = json.dumps(kept).encode()
     # Errors such as a full disk or a read-only home are ignored. In this case
     # nothing is cached, and the next plan takes longer.
     with contextlib.suppress(OSError):
         _make_private(path.parent)
         handle, name = tempfile.mkstemp(dir=path.parent)
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(text).digest() + text)
+            with os.fdopen(handle, "w") as file:
+                json.dump(kept, file)
             os.replace(name, path)
         except OSError:
             os.unlink(name)
@@ -279,16 +282,50 @@ def _make_private(directory: pathlib.Path) -> None:
 
 
 def _read(path: pathlib.Path) -> Outcome | None:
-    """Returns the result in a cache file; None if it is absent or changed."""
+    """Returns the result in a cache file; None if it is absent or invalid."""
     try:
         with untrusted.open_regular(path) as file:
-            raw = file.read(_MAX_BYTES)
-    except OSError:
+            raw = file.read(_MAX_BYTES + 1)
+        return _parse(untrusted.load_json(raw, max_characters=_MAX_BYTES))
+    except (OSError, ValueError):
         return None
-    text = raw[hashlib.sha256().digest_size :]
-    if raw != hashlib.sha256(text).digest() + text:
-        return None
-    kept = json.loads(text)
-    if "misfit" in kept:
-        return DoesNotFit(kept["misfit"], kept["needed"])
-    return Costs(**kept)
+
+
+def _parse(kept: Tree) -> Outcome | None:
+    """Converts a cache file's JSON to a result, or None if it is not valid."""
+    for form in (_MISFIT, _COSTS):
+        if message_forms.find_problem(kept, form) is None and set(kept) == set(
+            form
+        ):
+            if form is _MISFIT:
+                return DoesNotFit(kept["misfit"], kept["needed"])
+            return Costs(**kept)
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Integers in JSON may be too large for a float.
+    return is_number and 0 <= value <= sys.float_info.max
+
+
+def _is_by_collective(value: object) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and set(value) <= set(hlo.COLLECTIVES)
+        and all(map(_is_number, value.values()))
+    )
+
+
+def _is_by_source(value: object) -> bool:
+    return isinstance(value, Mapping) and all(map(_is_number, value.values()))
+
+
+_MISFIT = {"misfit": str, "needed": message_forms.Either((None, _is_number))}
+_COSTS = (
+    {field.name: _is_number for field in dataclasses.fields(Costs)}
+    | dict.fromkeys(BY_KIND, _is_by_collective)
+    | dict.fromkeys(BY_SOURCE, _is_by_source)
+    | {"unread": str}
+)
+"""The expected fields of a program's costs in a cache file."""

@@ -16,8 +16,8 @@ _UNREADABLE = (ArithmeticError, LookupError, RecursionError, ValueError)
 """Errors of parsing a text that a later compiler writes in another form."""
 _MAX_ERROR = 200
 
-_BY_KIND = ("counts", "sent", "link_seconds", "waiting_seconds")
-_BY_SOURCE = ("top_operations", "unknown_loops")
+BY_KIND = ("counts", "sent", "link_seconds", "waiting_seconds")
+BY_SOURCE = ("top_operations", "unknown_loops")
 """Fields of `Costs` that are mappings."""
 
 
@@ -111,11 +111,11 @@ def estimate_work(
     """Returns the fields of `Costs` that are computed from a program's text."""
     program = hlo.parse(text)
     totals = Walk(program, chip, devices).visit(program.entry)
-    facts: dict[str, Any] = {name: {} for name in (*_BY_KIND, *_BY_SOURCE)}
+    facts: dict[str, Any] = {name: {} for name in (*BY_KIND, *BY_SOURCE)}
     # The sources that take longest come first.
     for (name, key), n in sorted(totals.items(), key=lambda x: -x[1]):
         if name not in facts or not key:
             facts[name] = n
-        elif n and (name in _BY_KIND or len(facts[name]) < _MAX_SOURCES):
+        elif n and (name in BY_KIND or len(facts[name]) < _MAX_SOURCES):
             facts[name][key] = n
     return facts

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import json
 import os
 
 import jax
@@ -20,6 +21,7 @@ from tests.support.pipes import read_a_pipe
 pytestmark = pytest.mark.quick
 
 DEVICES = jax.devices()[:1]
+MISFIT = {"misfit": "RESOURCE_EXHAUSTED: too large", "needed": 16.5e9}
 KEPT = {
     "argument_bytes": 1,
     "output_bytes": 2,
@@ -134,26 +136,29 @@ def test_another_error_is_raised_and_not_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage",
+    "text",
     [
-        lambda raw: b"",
-        lambda raw: raw[:31],
-        lambda raw: raw[:-1],
-        lambda raw: raw[1:],
-        lambda raw: raw + b" ",
-        lambda raw: raw + b" " * 10_000,
-        lambda raw: raw[32:],
-        lambda raw: b"[" * 5000,
-        lambda raw: raw.replace(b'"flops": ', b'"flops": 1', 1),
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[" * 5000,
+        b"null",
+        json.dumps(KEPT | {"more": 1}).encode(),
+        json.dumps(KEPT).encode() + b" " * 10_000,
+        json.dumps(KEPT | {"flops": float("nan")}).encode(),
+        json.dumps(KEPT | {"flops": 10**400}).encode(),
+        json.dumps(KEPT).replace("3.5", "9" * 9000).encode(),
+    ],
+    ids=[
+        *("empty", "half", "no text", "deep", "null", "more", "huge"),
+        *("nan", "a large number", "a number of many digits"),
     ],
 )
-def test_a_damaged_file_is_written_anew(damage, tmp_path):
+def test_a_damaged_file_is_written_anew(text, tmp_path):
     lowered = Lowered(double)
     first = compiled(lowered, tmp_path)
     (file,) = tmp_path.iterdir()
-    raw = file.read_bytes()
-    assert damage(raw) != raw
-    file.write_bytes(damage(raw))
+    file.write_bytes(text)
     assert compiled(lowered, tmp_path).flops == first.flops
     assert lowered.num_compiled == 2
     compiled(lowered, tmp_path)
@@ -208,14 +213,42 @@ def test_a_directory_that_cannot_be_written_costs_time_alone(tmp_path):
     assert lowered.num_compiled == 2
 
 
-@pytest.mark.parametrize("needed", [16.5e9, None])
-def test_what_is_kept_is_read(needed, tmp_path):
-    compiling._write(tmp_path / "costs", Costs(**KEPT))
-    assert compiling._read(tmp_path / "costs") == Costs(**KEPT)
-    compiling._write(tmp_path / "misfit", DoesNotFit("too large", needed))
-    found = compiling._read(tmp_path / "misfit")
+def test_what_is_ours_is_read():
+    assert compiling._parse(KEPT) == Costs(**KEPT)
+    found = compiling._parse(MISFIT)
     assert isinstance(found, DoesNotFit)
-    assert (str(found), found.needed) == ("too large", needed)
+    assert (str(found), found.needed) == tuple(MISFIT.values())
+    found = compiling._parse(MISFIT | {"needed": None})
+    assert isinstance(found, DoesNotFit)
+    assert found.needed is None
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        *(None, 7, "flops", [], {}, [KEPT]),
+        MISFIT | {"misfit": None},
+        MISFIT | {"needed": "16"},
+        MISFIT | {"needed": -1},
+        MISFIT | {"needed": float("inf")},
+        {"misfit": "x"},
+        KEPT | {"flops": None},
+        KEPT | {"flops": True},
+        KEPT | {"flops": "4"},
+        KEPT | {"flops": -4.0},
+        KEPT | {"flops": float("nan")},
+        KEPT | {"flops": 10**400},
+        KEPT | {"counts": []},
+        KEPT | {"counts": {"all-reduce": "2"}},
+        KEPT | {"counts": {"<script>": 2}},
+        KEPT | {"sent": {"all-reduce": float("inf")}},
+        {k: v for k, v in KEPT.items() if k != "sent"},
+        KEPT | {"more": 1},
+        KEPT | {"unread": None},
+    ],
+)
+def test_what_is_not_ours_is_none(kept):
+    assert compiling._parse(kept) is None
 
 
 def test_the_directory_is_the_user_s(monkeypatch, tmp_path):
