@@ -31,7 +31,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 DIRECTORY = ROOT / ".matrix"
 CONSTRAINTS = pathlib.Path(__file__).parent / "matrix_constraints.txt"
 RESULTS = DIRECTORY / "results.jsonl"
-LIMIT_S = 25 * 60
+LIMIT_S = 45 * 60
 NIGHTLY = "3.16.0.dev2026102704"
 WHOLE = (
     *("tests/contract", "tests/parity", "tests/strategy", "tests/data"),
@@ -216,7 +216,9 @@ def measure(place, row):
     if row.is_nightly:
         words = ["env", "KERAS_STRATEGIES_UNTESTED_VERSIONS=1", *words]
     try:
-        done = place.run(row, "timeout", str(LIMIT_S), *words)
+        # An interrupted pytest still writes its report.
+        limit = ("timeout", "--signal=INT", "--kill-after=60", str(LIMIT_S))
+        done = place.run(row, *limit, *words)
     finally:
         seconds = time.monotonic() - start
     counts, failed = {}, ["no report: cut off, or not begun"]
