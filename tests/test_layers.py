@@ -70,7 +70,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 PLANNERS = {"cli", "planning"}
 # The packages that import others by one module, `seam.py`, and the number of
 # names there. It may only fall.
-SEAMS = {"planning": 55, "estimator": 39}
+SEAMS = {"planning": 54, "estimator": 39}
 # What users see of a package: they import all its rooms.
 FACADES = {"__init__.py", "experimental.py"}
 MAX_MODULES = 16

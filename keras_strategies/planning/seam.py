@@ -79,7 +79,6 @@ from keras_strategies.strategy.runner import Runner as Runner
 from keras_strategies.strategy.strategy import Strategy as Strategy
 from keras_strategies.tpu import chips as chips
 from keras_strategies.tpu import replica_meshes as replica_meshes
-from keras_strategies.tpu.device_groups import group_devices as group_devices
 from keras_strategies.tpu.topology import Topology as Topology
 from keras_strategies.variables import partitioners as partitioners
 from keras_strategies.variables import shardings as shardings

@@ -98,6 +98,9 @@ def plan_in_processes(
                 1 if is_busy and not rows else at_once
             ):
                 index, request = waiting.popleft()
+                known = {f"{x.topology} {x.layout}" for x in rows.values()}
+                if request.name in known:  # See `_sort_steps`.
+                    continue
                 running[index] = _Process(index, request)
                 progress.write(f"planning {request.name} ({count_done()} done)")
             time.sleep(_POLL_SECONDS)

@@ -1,5 +1,6 @@
 """Creates the candidates (topologies with layouts) for a plan of `fit`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -21,10 +22,10 @@ from keras_strategies.planning.seam import (
     Topology,
     abstract,
     get_shape,
-    group_devices,
     is_absent_gpu,
     make_devices,
     num_rows,
+    partitioners,
     replica_meshes,
     transformer_layout,
 )
@@ -167,8 +168,9 @@ def iter_candidates(
     for name, devices in slices.items():
         layouts = strategies
         if layouts is None:
+            own = [omit_default_shards(x, devices) for x in of_base]
             layouts = filter(is_possible, list_default_layouts(devices))
-            layouts = [*of_base, *(x for x in layouts if x not in of_base)]
+            layouts = [*own, *(x for x in layouts if x not in own)]
         for layout in layouts:
             yield Candidate(
                 topology=name,
@@ -183,14 +185,28 @@ def list_default_layouts(devices: Sequence[Any]) -> list[lib.Layout]:
 
     The last layout may be one that only transformers can use.
     """
-    shards = group_devices(devices, None)[1]
-    if is_absent_gpu(devices[0]):
-        shards = _count_gpus_of_host(devices)
-    layouts = lib.list_layouts(len(devices), shards)
+    layouts = lib.list_layouts(len(devices), _count_default_shards(devices))
     is_named = devices[0].platform == "tpu" or is_absent_gpu(devices[0])
     if is_named and len(devices) >= _MODEL_AXIS**2:
         layouts.append(lib.parse_layout(f"sharded+model:{_MODEL_AXIS}"))
     return layouts
+
+
+def omit_default_shards(
+    layout: lib.Layout, devices: Sequence[Any]
+) -> lib.Layout:
+    """Returns a layout without its number of shards if it is the default."""
+    own = layout.partitioner
+    kinds = partitioners.FullySharded, partitioners.SlotsOnly
+    if type(own) in kinds and own.shards == _count_default_shards(devices):
+        return lib.Layout(partitioner=dataclasses.replace(own, shards=None))
+    return layout
+
+
+def _count_default_shards(devices: Sequence[Any]) -> int:
+    default = partitioners.FullySharded()
+    mesh = make_mesh(devices, lib.Layout(partitioner=default))
+    return partitioners.Partitioner(default, mesh).shards
 
 
 def make_mesh(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:
@@ -202,7 +218,8 @@ def make_mesh(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:
     partitioner = layout.partitioner
     shape = None
     if layout.cores > 1 and is_absent_gpu(devices[0]):
-        number = _count_gpus_of_host(devices)
+        host = devices[0].process_index
+        number = sum(device.process_index == host for device in devices)
         if number % layout.cores:
             raise ValueError(
                 "The GPUs of a replica must be in one host. Received: the "
@@ -218,25 +235,19 @@ def make_mesh(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:
                 f"devices of the platform {devices[0].platform!r}. Use a "
                 "layout without 'model'."
             )
-        mesh_shape = Topology.from_devices(devices).mesh_shape
-        shape = lib.find_computation_shape(
-            layout.cores, list(map(int, mesh_shape))
-        )
+        sides = tuple(map(int, Topology.from_devices(devices).mesh_shape))
+        shape = lib.find_computation_shape(layout.cores, sides)
         if shape is None:
             raise ValueError(
                 "The cores of a replica must form a box that tiles the slice. "
                 f"Received: the layout '{layout}' for a slice of shape "
-                f"{tuple(map(int, mesh_shape))} in the dimensions x, y, z and "
-                "core. Choose another number of cores."
+                f"{sides} in the dimensions x, y, z and core. Choose another "
+                "number of cores."
             )
     if devices[0].platform == "tpu" or is_absent_gpu(devices[0]):
         return replica_meshes.make_abstract_mesh(devices, shape, partitioner)
     shards = getattr(partitioner, "shards", None)
     return ReplicaMesh(devices=tuple(devices), shards=shards)
-
-
-def _count_gpus_of_host(devices: Sequence[Any]) -> int:
-    return sum(d.process_index == devices[0].process_index for d in devices)
 
 
 def _fit_step(strategy: Strategy, maker: Maker, batch: Batch) -> Step:

@@ -5,9 +5,10 @@ On the command line their names are, for example, "replicated", "slots",
 """
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from keras_strategies.planning.seam import partitioners
@@ -115,7 +116,7 @@ def _describe_unknown(spec: str) -> str:
     )
 
 
-def list_layouts(num_devices: int, default_shards: int | None) -> list[Layout]:
+def list_layouts(num_devices: int, default_shards: int) -> list[Layout]:
     """Returns the layouts that are planned by default.
 
     Args:
@@ -123,16 +124,13 @@ def list_layouts(num_devices: int, default_shards: int | None) -> list[Layout]:
       default_shards: The default number of replicas over which variables are
         sharded.
     """
-    layouts = [Layout()]
-    if num_devices == 1:
-        return layouts
-    layouts += [Layout(partitioner=kind()) for kind in _KINDS.values()]
-    if default_shards is not None and default_shards < num_devices:
-        number = min(num_devices, _MAX_DIVIDED)
-        if number > default_shards:
-            sharded = partitioners.FullySharded(shards=number)
-            layouts.append(Layout(partitioner=sharded))
-    return layouts
+    given: list[Any] = [None]
+    if num_devices > 1:
+        given += [kind() for kind in _KINDS.values()]
+    number = min(num_devices, _MAX_DIVIDED)
+    if number > default_shards:
+        given.append(partitioners.FullySharded(shards=number))
+    return [Layout(partitioner=partitioner) for partitioner in given]
 
 
 def find_computation_shape(
@@ -148,23 +146,9 @@ def find_computation_shape(
       The shape of the most compact box that tiles the slice, or None if no box
       with this number of devices tiles it.
     """
-    boxes = [
-        box
-        for box in _list_boxes(cores, len(mesh_shape))
-        if all(m % b == 0 for m, b in zip(mesh_shape, box, strict=True))
-    ]
+    sides = [[n for n in range(1, m + 1) if m % n == 0] for m in mesh_shape]
+    boxes = [x for x in itertools.product(*sides) if math.prod(x) == cores]
     return min(boxes, key=lambda box: (sum(box), box[::-1]), default=None)
-
-
-def _list_boxes(size: int, rank: int) -> Iterable[tuple[int, ...]]:
-    if rank == 1:
-        return [(size,)]
-    return [
-        (first, *rest)
-        for first in range(1, size + 1)
-        if size % first == 0
-        for rest in _list_boxes(size // first, rank - 1)
-    ]
 
 
 def check_topologies(spec: object) -> list[str]:

@@ -37,14 +37,14 @@ class Line:
     figures: tuple[Outcome, Outcome]
     is_full: bool
 
-    def find_rows_at(self, limit: float) -> float | None:
+    def find_rows_at(self, limit: float | None) -> float | None:
         """Returns the number of rows at which the memory reaches a limit.
 
-        The limit is in bytes on a device. Returns None if the bytes do not grow
-        with the rows, or if the compiler did not report them.
+        The limit is in bytes on a device. Returns None if it is None, if the
+        bytes do not grow with the rows, or if the compiler did not report them.
         """
         first, second = map(get_bytes, self.figures)
-        if first is None or second is None or second <= first:
+        if limit is None or first is None or second is None or second <= first:
             return None
         low, high = self.rows
         rows = low + (limit - first) * (high - low) / (second - first)
@@ -65,24 +65,13 @@ def add_growth(outcome: Outcome, before: Outcome, after: Outcome) -> Outcome:
     Returns:
       `outcome + after - before`, as far as these bytes were reported.
     """
-    if (
-        isinstance(outcome, Costs)
-        and isinstance(before, Costs)
-        and isinstance(after, Costs)
-    ):
-        return dataclasses.replace(
-            outcome,
-            **{
-                name: getattr(outcome, name)
-                + getattr(after, name)
-                - getattr(before, name)
-                for name in (
-                    "argument_bytes",
-                    "output_bytes",
-                    "temporary_bytes",
-                )
-            },
-        )
+    costs = [x for x in (outcome, after, before) if isinstance(x, Costs)]
+    if len(costs) == 3:
+        sizes = dict[str, float]()
+        for name in ("argument_bytes", "output_bytes", "temporary_bytes"):
+            base, more, less = (getattr(x, name) for x in costs)
+            sizes[name] = base + more - less
+        return dataclasses.replace(costs[0], **sizes)
     base, first, second = map(get_bytes, (outcome, before, after))
     if base is None or first is None or second is None:
         return outcome

@@ -230,11 +230,10 @@ class _Planning:
     def _is_in_doubt(self, line: Line) -> bool:
         if not self._is_tpu or self.effort.is_full is False:
             return False
-        if self.effort.is_full:
+        is_quick = self.effort.is_alone and self._is_quick(line)
+        if self.effort.is_full or is_quick:
             return True
         figures = line.figures[0]
-        if self.effort.is_alone and self._is_quick(line):
-            return True
         if self._limit is None:
             return False
         if isinstance(figures, DoesNotFit):
@@ -333,9 +332,7 @@ class _Planning:
 
         Returns None if this number is unknown or exceeds `_HUGE`.
         """
-        maximum = (
-            None if self._limit is None else line.find_rows_at(self._limit)
-        )
+        maximum = line.find_rows_at(self._limit)
         if maximum is None:
             return None
         rows = max(math.floor(maximum / self._replicas), 0)

@@ -160,22 +160,23 @@ def _explain_time(step: PlannedStep) -> str:
 
 def _advise_on_size(step: PlannedStep, total: float, has_remat: bool) -> str:
     """Returns advice on a planned step that does not fit the memory."""
-    memory = step.memory
-    state = memory.get("weights", 0) + memory.get("slots", 0)
-    if state > _MUCH * (step.limit_bytes or 0) and step.num_replicas > 1:
-        # A partitioner with options is named by its class.
-        if step.layout.startswith(("sharded", "FullySharded")):
-            return (
-                "Shard over more replicas (with a larger `shards`), or use "
-                "more devices."
-            )
+    memory, limit = step.memory, step.limit_bytes or 0
+    slots = memory.get("slots", 0.0)
+    state = memory.get("weights", 0.0) + slots
+    # A partitioner with options is named by its class.
+    is_sharded = step.layout.startswith(("sharded", "FullySharded"))
+    is_large = state > _MUCH * limit and step.num_replicas > 1
+    if is_large and not is_sharded:
         return (
             f"Weights and optimizer slots take {format_gb(state)} GB on every "
             "device. Shard them with `ks.experimental.FullySharded()`."
         )
-    if memory.get("activations", 0) > _MUCH * total:
-        if step.max_rows:
-            return f"At most {step.max_rows} rows per replica fit."
+    if step.max_rows and not is_large:
+        return (
+            f"At most {step.max_rows} rows per replica fit. To update from "
+            "more, pass `gradient_accumulation_steps` to the optimizer."
+        )
+    if memory.get("activations", 0) > _MUCH * total and not is_large:
         fix = "use a layout with a model axis, such as 'model:4'"
         if not has_remat:
             fix = (
@@ -183,4 +184,15 @@ def _advise_on_size(step: PlannedStep, total: float, has_remat: bool) -> str:
                 f"which Keras cannot rematerialize), or {fix}"
             )
         return f"One row needs too much memory. To fit the model, {fix}."
-    return "Use devices with more memory, or shard the state."
+    fix = "Use devices with more memory, or shard the state."
+    if is_sharded:
+        fix = (
+            "Shard over more replicas (with a larger `shards`), or use "
+            "more devices."
+        )
+    if slots and total - slots <= limit:
+        fix += (
+            f" Or let the host store the {format_gb(slots)} GB of slots: pass "
+            "`offload='optimizer'` to the partitioner (docs/large_models.md)."
+        )
+    return fix

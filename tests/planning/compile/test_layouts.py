@@ -94,9 +94,8 @@ def test_what_are_no_words_is_refused(given):
 @pytest.mark.parametrize(
     ("num_devices", "shards", "names"),
     [
-        (1, None, ["replicated"]),
         (1, 1, ["replicated"]),
-        (4, None, ["replicated", "slots", "sharded"]),
+        (4, 4, ["replicated", "slots", "sharded"]),
         (16, 16, ["replicated", "slots", "sharded"]),
         (256, 64, ["replicated", "slots", "sharded", "sharded:256"]),
         (1024, 64, ["replicated", "slots", "sharded", "sharded:256"]),

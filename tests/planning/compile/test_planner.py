@@ -251,7 +251,7 @@ def test_of_what_does_not_fit_rows_and_kinds_are_known(effort):
         (16 if effort is False else 14.65) * GIB, rel=0.02
     )
     assert row.max_rows == 3
-    assert row.advice == "At most 3 rows per replica fit."
+    assert row.advice.startswith("At most 3 rows per replica fit. To")
 
 
 def test_the_most_rows_are_found_by_compiling():

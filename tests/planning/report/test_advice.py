@@ -10,6 +10,12 @@ pytestmark = pytest.mark.quick
 STATE = {"weights": 8e9, "slots": 16e9, "activations": 1e9}
 ROWS = {"weights": 1e9, "slots": 2e9, "activations": 27e9}
 OTHER = {"weights": 1e9, "slots": 2e9, "temporary": 27e9}
+ONE = {"layout": "replicated", "num_replicas": 1, "max_rows": 0}
+MORE = "Shard over more replicas (with a larger `shards`), or use more devices."
+ON_HOST = (
+    " Or let the host store the 16.0 GB of slots: pass `offload='optimizer'` "
+    "to the partitioner (docs/large_models.md)."
+)
 
 
 @pytest.mark.parametrize(
@@ -25,21 +31,24 @@ OTHER = {"weights": 1e9, "slots": 2e9, "temporary": 27e9}
         ),
         (
             {"bytes_in_all": 30e9, "memory": STATE, "layout": "sharded:4"},
-            "Shard over more replicas (with a larger `shards`), or use "
-            "more devices.",
+            MORE + ON_HOST,
         ),
         (
-            {"bytes_in_all": 30e9, "memory": STATE, "layout": "FullySharded"},
-            "Shard over more replicas (with a larger `shards`), or use "
-            "more devices.",
+            {"bytes_in_all": 33e9, "memory": STATE, "layout": "FullySharded"},
+            MORE,
         ),
         (
-            {"bytes_in_all": 30e9, "memory": STATE, "num_replicas": 1},
+            {"bytes_in_all": 30e9, "memory": STATE} | ONE,
+            "Use devices with more memory, or shard the state." + ON_HOST,
+        ),
+        (
+            {"bytes_in_all": 33e9, "memory": STATE} | ONE,
             "Use devices with more memory, or shard the state.",
         ),
         (
             {"bytes_in_all": 30e9, "memory": ROWS, "max_rows": 2},
-            "At most 2 rows per replica fit.",
+            "At most 2 rows per replica fit. To update from more, pass "
+            "`gradient_accumulation_steps` to the optimizer.",
         ),
         (
             {"bytes_in_all": 30e9, "memory": ROWS, "max_rows": 0},
@@ -49,9 +58,11 @@ OTHER = {"weights": 1e9, "slots": 2e9, "temporary": 27e9}
             "'model:4'.",
         ),
         (
-            {"bytes_in_all": 30e9, "memory": OTHER},
-            "Use devices with more memory, or shard the state.",
+            {"bytes_in_all": 30e9, "memory": OTHER, "max_rows": 2},
+            "At most 2 rows per replica fit. To update from more, pass "
+            "`gradient_accumulation_steps` to the optimizer.",
         ),
+        ({"bytes_in_all": 30e9, "memory": OTHER, "max_rows": 0}, MORE),
         (
             {"estimate": times(compute=0.1, links=0.4), "max_rows": 7},
             "Communication takes longer than computation, so more rows per "
