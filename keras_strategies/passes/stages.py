@@ -151,14 +151,14 @@ def get_shape(value: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
 
 
-def find_effects(jaxpr: Jaxpr, stages: Sequence[int], stage: int) -> list[Any]:
-    """Returns a stage's equations with side effects (prints, callbacks)."""
+def find_effects(jaxpr: Jaxpr, stages: Sequence[int], new: range) -> list[Any]:
+    """Returns the new stages' equations with effects (prints, callbacks)."""
     waits = flow_numbers(jaxpr, stages)
     return [
         equation
         for equation in jaxpr.eqns
         if has_effects(equation)
-        and max(_values(equation.invars, waits), default=0) == stage
+        and max(_values(equation.invars, waits), default=0) in new
     ]
 
 

@@ -55,11 +55,14 @@ def test_an_equation_that_acts_is_in_one_stage():
     )(1.0, 1.0)
     (mapped,) = traced.jaxpr.eqns
     inner = mapped.params["jaxpr"]
-    at = [stages.find_effects(inner, [0, 1], k) for k in range(3)]
+    new = [range(1), range(1, 2), range(2, 3), range(1, 3), range(2)]
+    at = [stages.find_effects(inner, [0, 1], each) for each in new]
     assert [[e.primitive.name for e in found] for found in at] == [
         ["debug_print"],
         ["debug_print"],
         [],
+        ["debug_print"],
+        ["debug_print"] * 2,
     ]
 
 

@@ -225,6 +225,37 @@ def test_a_replica_prints_once(rows, capfd):
     assert sorted(words) == sorted(["before", "after", "total"] * len(rows))
 
 
+def test_collectives_that_need_no_others_result_share_a_stage(capfd):
+    strategy = mirrored(3)
+
+    def fn(x):
+        def add(value):
+            return ks.get_replica_context().all_reduce("sum", value)
+
+        rows, own = x.shape[0], x.sum()
+        total, count = add(own), add(jnp.bfloat16(rows))
+        jax.debug.print("count {}", count)
+        both = add(total + rows), add(count.astype("int32") * rows)
+        others = [add(own * k) for k in range(5)]
+        jax.debug.print("rows {}", rows)
+        return (own * total, *both, others[4])
+
+    batch = make_batch(strategy, (3, 0, 1))
+    # Before any result, and with those of the first two.
+    assert text_of(strategy, fn, batch).count("stablehlo.case") == 2
+    jax.effects_barrier()
+    printed = capfd.readouterr().out.splitlines()
+    counts = ["count 4.0"] * 3
+    assert sorted(printed) == [*counts, "rows 0", "rows 1", "rows 3"]
+    scaled, *found = strategy.run(fn, args=(batch,))
+    own = [x.sum() for x in strategy.experimental_local_results(batch)]
+    total = sum(own)
+    scaled = strategy.experimental_local_results(scaled)
+    np.testing.assert_allclose(scaled, [total * each for each in own], 1e-5)
+    found = [strategy.experimental_local_results(each)[0] for each in found]
+    np.testing.assert_allclose(found, [3 * total + 4, 16, 4 * total], 1e-5)
+
+
 def test_what_rows_say_is_each_replicas_own():
     """A number of rows is no common code, though no row is read for it."""
     strategy = mirrored(3)

@@ -58,8 +58,9 @@ def call_ragged(
     """Calls a function on each replica's rows, whose number may differ.
 
     Collectives must be outside of branches, so the function is computed in
-    stages: stage n uses the results of the first n collectives. Each output is
-    computed in the earliest stage, and again in a later stage that needs it.
+    stages. A stage ends before a collective that needs the result of one that
+    follows the stage. Each output is computed in the earliest stage, and again
+    in a later stage that needs it.
     Code that is the same in all variants (an optimizer's update) is outside of
     the branches, so that the compiler cannot round it differently.
 
@@ -92,15 +93,16 @@ def call_ragged(
 
     traces = _trace_to_the_end(trace, variants, places)
     collectives = _cut_traces(traces)
-    staged = _Stages(traces, (state, leaves), are_local)
+    staged = _Stages(traces, are_local)
     for traced in [t for t in traces if not t.is_empty]:
         check(traced.jaxpr.jaxpr, staged.num_results)
     known: list[list[Any]] = []
-    for collective in [*collectives, None]:
-        staged.compute(index, (state, leaves, known))
-        if collective is not None:
-            operands = staged.operands(len(known))
-            known.append(collective_cut.reduce(collective, operands))
+    for place, collective in enumerate(collectives):
+        if any(operand is None for operand in staged.operands(place)):
+            staged.compute(index, (state, leaves, known))
+        operands = staged.operands(place)
+        known.append(collective_cut.reduce(collective, operands))
+    staged.compute(index, (state, leaves, known))
     called = staged.results()
     shapes = [[leaf.shape for leaf in trace.shapes[1]] for trace in traces]
     notes = [trace.called.note for trace in traces]
@@ -222,20 +224,13 @@ class _Stages:
 
     Args:
       traces: The variants' complete traces.
-      inputs: The inputs of the traces.
       are_local: See `call_ragged`.
     """
 
-    def __init__(
-        self,
-        traces: list[_Trace],
-        inputs: tuple[list[Any], list[Any]],
-        are_local: list[bool],
-    ) -> None:
+    def __init__(self, traces: list[_Trace], are_local: list[bool]) -> None:
         self._traces = traces
-        state, leaves = inputs
         self._expected = traces[0].cut.results
-        self._inputs = [0] * len(jax.tree.leaves((state, leaves)))
+        self._inputs = [0] * len(are_local)
         for stage, results in enumerate(self._expected, 1):
             self._inputs += [stage] * len(results)
         per_trace = [
@@ -266,6 +261,7 @@ class _Stages:
             [jax.tree.leaves(t.shapes) for t in traces]
         )
         self._values: dict[int, Any] = {}
+        self._next = 0
 
     def compute(self, index: Array, inputs: tuple[Any, Any, list[Any]]) -> None:
         """Computes the next stage.
@@ -275,8 +271,9 @@ class _Stages:
           inputs: The values of variables, the arguments, and the results of the
             collectives so far.
         """
-        stage = len(inputs[2])
-        now = [k for k, s in enumerate(self._stages) if s == stage]
+        new = range(self._next, len(inputs[2]) + 1)
+        self._next = new.stop
+        now = [k for k, stage in enumerate(self._stages) if stage in new]
         common = [k for k in now if self._are_common[k]]
         others = [k for k in now if not self._are_common[k]]
         shared = stages.select_outputs(self._traces[0].jaxpr, common)
@@ -284,7 +281,7 @@ class _Stages:
         self._values.update(zip(common, values, strict=True))
         parts = []
         for trace in self._traces:
-            acting = stages.find_effects(trace.jaxpr.jaxpr, self._inputs, stage)
+            acting = stages.find_effects(trace.jaxpr.jaxpr, self._inputs, new)
             parts.append(stages.select_outputs(trace.jaxpr, others, acting))
         if not any(part.jaxpr.eqns or others for part in parts):
             return
@@ -312,7 +309,7 @@ class _Stages:
         return branch
 
     def operands(self, collective: int) -> list[Any]:
-        """Returns this replica's operands of a collective, padded."""
+        """Returns this replica's operands of a collective, padded, or None."""
         return self._unflatten(self._values)[0][collective]
 
     def results(self) -> BranchResult:
