@@ -80,7 +80,7 @@ def _made(
     layout: str,
     values: contextlib.AbstractContextManager[None],
 ) -> Made:
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     strategy = ks.MirroredStrategy(
         jax.devices()[:DEVICES], variable_partitioner=LAYOUTS[layout]

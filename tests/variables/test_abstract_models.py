@@ -112,7 +112,7 @@ def divided(devices=4):
 
 def compiled(name, *, abstract, strategy=None):
     """A model, its variables and the program of its train step."""
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     strategy = strategy or divided()
     if abstract:

@@ -1,6 +1,7 @@
 """Which variables replicas divide: partitioners, their rules and errors."""
 
 import functools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ SlotsOnly = ks.experimental.SlotsOnly
 
 @pytest.fixture(autouse=True)
 def fresh_names():
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
 
 
 def strategy_of(partitioner, count=4):
@@ -152,7 +153,7 @@ def test_functions():
         del dtype
         return [1, 4] if shape == (6, 16) else [1] * len(shape)
 
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     assert {name for name, spec in list_specs(as_tf).items() if spec} == divided
 
 
@@ -294,16 +295,32 @@ def test_a_model_of_another_partitioner():
     assert kernel.value.sharding.spec == jax.sharding.PartitionSpec()
 
 
-def test_created_divided():
+def test_created_divided(caplog):
+    caplog.set_level(logging.WARNING)
     strategy = strategy_of(FullySharded())
-    with strategy.scope():
-        layer = keras.layers.Dense(512)
-        layer.build((None, 512))
+    with jax.log_compiles():
+        with strategy.scope():
+            layer = keras.layers.Dense(516)
+            layer.build((None, 512))
+            optimizer = keras.optimizers.Adam()
+            optimizer.build([layer.kernel])
+        plain = trained(two_layers(520 * 8))
+        weights = plain.get_weights()
+        strategy.attach(plain)
+    # JAX itself would compile a program that cuts, for each shape.
+    assert "XLA compilation of jit(_uniform)" in caplog.text
+    assert "_multi_slice" not in caplog.text
+    for slot in optimizer.variables[2:]:
+        assert slot.value.addressable_shards[0].data.shape == (128, 516)
+        np.testing.assert_array_equal(slot, np.zeros((512, 516)))
+    kernel = plain.layers[1].kernel
+    assert kernel.value.addressable_shards[0].data.shape == (2, 4160)
+    jax.tree.map(np.testing.assert_array_equal, plain.get_weights(), weights)
     shards = layer.kernel.value.addressable_shards
-    assert [s.data.shape for s in shards] == [(128, 512)] * 4
+    assert [s.data.shape for s in shards] == [(128, 516)] * 4
     before = np.asarray(layer.kernel)
     layer.kernel.assign(before + 1)
-    assert layer.kernel.value.addressable_shards[0].data.shape == (128, 512)
+    assert layer.kernel.value.addressable_shards[0].data.shape == (128, 516)
     np.testing.assert_array_equal(layer.kernel.numpy(), before + 1)
 
 

@@ -67,7 +67,7 @@ def axes_in(model, cores):
 
 
 def test_heads_columns_rows_and_tables_are_divided():
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     found = axes_in(transformer(), 4)
     divided = {name: axes for name, axes in found.items() if any(axes)}
     heads = (None, "model", None)
@@ -88,7 +88,7 @@ def test_heads_columns_rows_and_tables_are_divided():
 
 
 def test_what_cores_do_not_divide_stays_whole():
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     found = axes_in(transformer(grouped, vocabulary=23), 4)
     assert found["query/kernel"] == (None, "model", None)
     assert found["attention_output/kernel"] == ("model", None, None)
@@ -99,11 +99,11 @@ def test_what_cores_do_not_divide_stays_whole():
 
 
 def test_a_table_of_indivisible_rows_is_divided_by_its_width():
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     found = axes_in(transformer(vocabulary=23), 4)
     assert found["embedding/embeddings"] == (None, "model")
     # Neither 23 words nor a width of 16.
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     found = axes_in(transformer(lambda: grouped(6, 6), vocabulary=23), 3)
     assert not any(found["embedding/embeddings"])
 
@@ -160,7 +160,7 @@ def kernels_in(model, cores):
 
 
 def build_layers(*made, shape=(6, 24)):
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     x = inputs = keras.Input(shape)
     for make in made:
         x = make()(x)
