@@ -61,8 +61,8 @@ def make_plan(
     )
     try:
         with (
-            Compiler(
-                directory=find_cache_directory() if cache else None
+            contextlib.closing(
+                Compiler(directory=find_cache_directory() if cache else None)
             ) as compiler,
             live_table(is_shown=progress) as show,
         ):

@@ -7,7 +7,7 @@ import functools
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +22,10 @@ from keras_strategies.passes.hlo import (
     list_collectives,
     parse,
 )
-from keras_strategies.spmd.dispatch import choosing_cached
+from keras_strategies.spmd.dispatch import (
+    choosing_cached,
+    without_jax_cache,
+)
 from keras_strategies.spmd.mesh import ReplicaMesh
 
 BYTES_PER_MB = 1e6
@@ -363,22 +366,3 @@ def _find_reader(computation: Computation, gather: Instruction) -> Instruction:
         users = computation.users.get(reader.name, ())
         readers += [user for user in users if user not in readers]
     return gather
-
-
-@contextlib.contextmanager
-def without_jax_cache() -> Iterator[None]:
-    """Disables JAX's compilation cache on disk while a `with` block runs.
-
-    jax 0.10 writes programs for devices that are not present into the cache,
-    but cannot read them back: it warns and compiles again. Concurrent
-    compilations must run inside one common block. If each had its own block,
-    the first one to finish would enable the cache again while the others still
-    compile.
-    """
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 1e9)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)

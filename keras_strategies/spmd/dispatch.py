@@ -30,8 +30,7 @@ import jax
 from keras_strategies.names.phases import DEVICE, PROGRAM, Phase
 from keras_strategies.spmd.mesh import ReplicaMesh
 
-_MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
-_NEVER = 1e8
+_NEVER = 1e9
 """A time to compile, in seconds, that no program takes."""
 
 _turn = threading.Lock()
@@ -55,12 +54,22 @@ def set_starter(starter: Starter) -> None:
 
 
 class _Thread(threading.local):
-    may_keep_out = False
+    programs: contextlib.ExitStack | None = None
 
 
 _thread = _Thread()
-_seconds = 0.0
-"""The setting before `keep_out_of_cache` changed it."""
+
+
+def without_jax_cache() -> contextlib.AbstractContextManager[Any]:
+    """Keeps programs that a block compiles out of JAX's cache on disk.
+
+    jax 0.10 writes programs for devices that are not present into the cache,
+    but cannot read them back: it warns and compiles again. Other threads still
+    use the cache.
+    """
+    from jax._src import config
+
+    return config.persistent_cache_min_compile_time_secs(_NEVER)
 
 
 @contextlib.contextmanager
@@ -69,24 +78,19 @@ def choosing_cached() -> Iterator[None]:
 
     The block compiles the program.
     """
-    outer, _thread.may_keep_out = _thread.may_keep_out, True
-    try:
-        yield
-    finally:
-        _thread.may_keep_out = outer
-        if not outer and getattr(jax.config, _MIN_SECONDS) == _NEVER:
-            jax.config.update(_MIN_SECONDS, _seconds)
+    outer = _thread.programs
+    with contextlib.ExitStack() as programs:
+        _thread.programs = outer or programs
+        try:
+            yield
+        finally:
+            _thread.programs = outer
 
 
 def keep_out_of_cache(mesh: ReplicaMesh) -> None:
     """Keeps the program that is traced out of JAX's cache, on CPU devices."""
-    global _seconds
-    if mesh.platform != "cpu" or not _thread.may_keep_out:
-        return
-    seconds = getattr(jax.config, _MIN_SECONDS)
-    if seconds != _NEVER:
-        _seconds = seconds
-        jax.config.update(_MIN_SECONDS, _NEVER)
+    if mesh.platform == "cpu" and _thread.programs is not None:
+        _thread.programs.enter_context(without_jax_cache())
 
 
 def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:

@@ -202,7 +202,7 @@ class Worker:
             is_verified=request.verify,
         )
         directory = find_cache_directory() if request.cache else None
-        with Compiler(directory=directory) as compiler:
+        with contextlib.closing(Compiler(directory=directory)) as compiler:
             (step,) = iter_plans(
                 [candidate],
                 compiler,

@@ -93,7 +93,6 @@ class Compiler:
     ) -> None:
         number = num_threads or count_jobs()
         self._pool = concurrent.futures.ThreadPoolExecutor(number)
-        self._stack = contextlib.ExitStack()
         self._directory = directory
         self._flags = read_flags(os.environ), os.environ.get(_TPU_FLAGS)
 
@@ -127,15 +126,6 @@ class Compiler:
                 done.set_result(kept)
                 return done
         return self._pool.submit(_compile, lowered, devices, options, path)
-
-    def __enter__(self) -> "Compiler":
-        """Disables JAX's own compilation cache until `__exit__`."""
-        self._stack.enter_context(compiled.without_jax_cache())
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-        self.close()
 
     def close(self) -> None:
         """Cancels compilations that have not started, without waiting."""
@@ -221,9 +211,10 @@ def _compile(
 ) -> Outcome:
     start = time.perf_counter()
     try:
-        executable = lowered.compile(
-            compiler_options=complete_options(options, devices)
-        )
+        with compiled.without_jax_cache():
+            executable = lowered.compile(
+                compiler_options=complete_options(options, devices)
+            )
         seconds = time.perf_counter() - start
         outcome: Outcome = Costs.measure(
             executable, seconds, chips.find_chip(devices[0]), devices
