@@ -18,7 +18,6 @@ from keras_strategies.checkpoint import contents
 from keras_strategies.checkpoint.contents import Document
 from keras_strategies.checkpoint.directory import names, verify
 from keras_strategies.checkpoint.directory.files import (
-    DamagedCheckpoint,
     make_damage_error,
 )
 from keras_strategies.checkpoint.orbax_io import (
@@ -95,26 +94,16 @@ _PLACE = {"epoch": is_count, "step": is_count}
 _logger = logging.getLogger(__name__)
 
 
-def find_newest_complete(directory: str) -> str | None:
-    """Returns the directory of the newest complete checkpoint, or None.
-
-    Only the names and sizes of files are compared with the manifest. Checksums
-    are compared when the checkpoint is read.
-    """
-    for step in reversed(names.find_steps(directory)):
-        path = names.step_path(directory, step)
-        with contextlib.suppress(DamagedCheckpoint):
-            verify.verify(path, is_quick=True)
-            return str(path)
-    return None
-
-
-def find_newest_good(directory: str) -> str | None:
+def find_newest(directory: str, *, is_quick: bool = False) -> str | None:
     """Returns the directory of the newest good checkpoint, or None.
 
-    Reads each file of a checkpoint once, to compare its checksum.
+    Args:
+      directory: The directory of checkpoints.
+      is_quick: Whether to compare only the names and sizes of files with the
+        manifest. Otherwise each file of a checkpoint is read once, to compare
+        its checksum.
     """
-    manifest, _ = verify.find_newest_good(directory)
+    manifest, _ = verify.find_newest_good(directory, is_quick=is_quick)
     return None if manifest is None else make_path(directory, manifest.step)
 
 
@@ -186,6 +175,30 @@ def check(path: str) -> None:
     verify.verify(path)
 
 
+def match_weights(
+    model: keras.Model, document: Document, where: str, *, averages: bool = True
+) -> NamedVariables:
+    """Returns the variable to load each array into, by group and name.
+
+    Args:
+      model: The model whose weights and seeds are loaded.
+      document: The JSON document of a checkpoint of `fit`.
+      where: The path of the checkpoint, for messages.
+      averages: Whether to load moving averages in place of weights.
+
+    Raises:
+      ValueError: if the checkpoint is from another model; the message lists the
+        names and shapes that differ.
+    """
+    groups = group_weights(model)
+    saved = {n: e for n, e in document["variables"].items() if n in groups}
+    known = document | {"variables": saved}
+    matches = contents.match_variables(groups, known, where)
+    return (
+        substitute_averages(matches, document, where) if averages else matches
+    )
+
+
 def restore(model: keras.Model, path: str) -> None:
     """Restores the weights and seeds of a built model from a checkpoint.
 
@@ -201,13 +214,9 @@ def restore(model: keras.Model, path: str) -> None:
       ValueError: if the checkpoint is from another model; the message lists the
         names and shapes that differ.
     """
-    saved = contents.load_document(path)
-    groups = _groups(model)
-    known = {n: e for n, e in saved["variables"].items() if n in groups}
-    document = saved | {"variables": known}
-    matches = contents.match_variables(groups, document, path)
-    matches = substitute_averages(matches, saved, path)
-    variables = saved["variables"]
+    document = contents.load_document(path)
+    variables = document["variables"]
+    matches = match_weights(model, document, path)
     wanted = {g: {n: variables[g][n] for n in matches[g]} for g in matches}
     contents.assign(matches, read_arrays(path, wanted))
 
@@ -219,8 +228,8 @@ def copy_weights(source: keras.Model, target: keras.Model) -> None:
       source: A model whose variables have values.
       target: The model to change. It may belong to another strategy.
     """
-    for group, variables in _groups(target).items():
-        values = [np.asarray(v.value) for v in _groups(source)[group]]
+    for group, variables in group_weights(target).items():
+        values = [np.asarray(v.value) for v in group_weights(source)[group]]
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
 
@@ -289,7 +298,7 @@ def read_variable(path: str, name: str) -> np.ndarray:
     return np.asarray(read_arrays(path, {group: {entry: facts}})[group][entry])
 
 
-def _groups(model: keras.Model) -> dict[str, list[keras.Variable]]:
+def group_weights(model: keras.Model) -> dict[str, list[keras.Variable]]:
     """Returns the variables that determine a model's outputs, by group."""
     groups = group_variables(model, all_variables(model))
     return {name: groups[name] for name in (_WEIGHTS, _SEEDS)}

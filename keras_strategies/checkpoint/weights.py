@@ -15,11 +15,11 @@ from keras_strategies.checkpoint.directory.names import find_steps, parse_step
 from keras_strategies.checkpoint.directory.retention import Keep
 from keras_strategies.checkpoint.reading import (
     NamedVariables,
-    substitute_averages,
+    group_weights,
+    match_weights,
 )
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.addresses import shorten
-from keras_strategies.fit.callbacks.fit_state import group_variables
 from keras_strategies.names import dry_run
 
 Objects = Mapping[str, Any]
@@ -187,9 +187,6 @@ def _find_instances(kind: type, value: object) -> Iterator[Any]:
     return (leaf for leaf in iter_leaves(value) if isinstance(leaf, kind))
 
 
-_WEIGHTS = ("weights", "seeds")
-
-
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     """Returns the path of the newest checkpoint in a directory, or None.
 
@@ -302,39 +299,30 @@ def load_weights(
         )
     if dry_run.get() is not None:
         return step or 0
-    groups = _make_groups(model)
-    processes = contents.find_processes(groups)
+    processes = contents.find_processes(group_weights(model))
     with open_checkpoint(path, step, processes) as (storage, chosen):
         document = storage.load_document(chosen)
         where = str(storage.path(chosen))
-        matches = _match(model, groups, document, name, where)
-        if averages and _is_of_fit(document):
-            matches = substitute_averages(matches, document, where)
+        matches = _match(model, document, name, where, averages)
         targets = contents.make_targets(matches, document, None)
         arrays = storage.restore(chosen, targets, is_part=True)
         contents.assign(matches, arrays)
     return chosen
 
 
-def _make_groups(model: keras.Model) -> dict[str, list[keras.Variable]]:
-    groups = group_variables(model, model.variables)
-    return {name: groups[name] for name in _WEIGHTS}
-
-
 def _match(
     model: keras.Model,
-    groups: contents.Groups,
     document: contents.Document,
     name: str | None,
     where: str,
+    averages: bool,
 ) -> NamedVariables:
     """Returns the variable to load each array into, by group and name."""
-    saved = document["variables"]
-    if not _is_of_fit(document):
-        saved, groups = _select_object(model, groups, saved, name, where)
-    wanted = {k: saved[k] for k in (*groups, *_WEIGHTS) if k in saved}
-    document = document | {"variables": wanted}
     try:
+        if _is_of_fit(document):
+            return match_weights(model, document, where, averages=averages)
+        saved, groups = _select_object(model, document, name, where)
+        document = document | {"variables": saved}
         return contents.match_variables(groups, document, where)
     except ValueError:
         if model.built:
@@ -359,8 +347,7 @@ def _is_of_fit(document: contents.Document) -> bool:
 
 def _select_object(
     model: keras.Model,
-    groups: contents.Groups,
-    saved: dict[str, Any],
+    document: contents.Document,
     name: str | None,
     where: str,
 ) -> tuple[dict[str, Any], dict[str, list[keras.Variable]]]:
@@ -373,6 +360,7 @@ def _select_object(
       The shapes and dtypes of the selected arrays, by group and name; and the
       model's variables, by group.
     """
+    saved, groups = document["variables"], group_weights(model)
     weights = {id(v) for group in groups.values() for v in group}
     variables = [v for v in model.variables if id(v) in weights]
     names = [g for g in saved if g != contents.STATE]
@@ -396,5 +384,5 @@ def _select_object(
             f"name of one of them, such as `name={next(iter(fitting))!r}`."
         )
     # If no object matches, the error lists the differences from this group.
-    group = next(iter(fitting or names), _WEIGHTS[0])
+    group = next(iter(fitting or names), "weights")
     return {group: fitting.get(group, saved.get(group, {}))}, {group: variables}

@@ -297,9 +297,7 @@ def _call_input_fn(
 def _find_newest(estimator: Settings, strategy: Strategy) -> str | None:
     """Returns the newest valid checkpoint that the chief finds, or None."""
     mesh = strategy.mesh
-    path = (
-        reading.find_newest_good(estimator.model_dir) if mesh.is_chief else None
-    )
+    path = reading.find_newest(estimator.model_dir) if mesh.is_chief else None
     path = train_callback.broadcast_from_chief(
         mesh, "the newest checkpoint", path, str | None
     )

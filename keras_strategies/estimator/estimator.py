@@ -222,7 +222,7 @@ class Estimator(Settings):
 
     def latest_checkpoint(self) -> str | None:
         """Returns the directory of the newest checkpoint, or None."""
-        return reading.find_newest_complete(self.model_dir)
+        return reading.find_newest(self.model_dir, is_quick=True)
 
     def get_variable_names(self) -> list[str]:
         """Returns the names of all variables in the newest checkpoint.

@@ -70,7 +70,7 @@ def export(
     check_mode("experimental_mode", mode)
     writes_saved_model = _writes_saved_model(saved_model)
     files = _check_files(assets_extra)
-    path = checkpoint_path or reading.find_newest_good(model_dir)
+    path = checkpoint_path or reading.find_newest(model_dir)
     if path is None:
         raise ValueError(
             f"Could not find a trained model in {model_dir}. The directory "

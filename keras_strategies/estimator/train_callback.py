@@ -67,7 +67,7 @@ def read_progress(model_dir: str) -> Progress:
 
     It reads only the metadata of the newest checkpoint, not its arrays.
     """
-    path = reading.find_newest_complete(model_dir)
+    path = reading.find_newest(model_dir, is_quick=True)
     if path is None:
         return Progress()
     step = reading.parse_step(path)

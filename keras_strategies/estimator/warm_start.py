@@ -147,7 +147,7 @@ def _find_checkpoint(path: str) -> str:
     """
     # A name that is a number does not prove that the directory is a checkpoint:
     # a directory that contains checkpoints may have such a name, too.
-    latest = reading.find_newest_good(path) if os.path.isdir(path) else None
+    latest = reading.find_newest(path) if os.path.isdir(path) else None
     if latest is not None:
         return latest
     try:

@@ -157,12 +157,13 @@ def verify(path: str | os.PathLike[str], *, is_quick: bool = False) -> Manifest:
 
 
 def find_newest_good(
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str], *, is_quick: bool = False
 ) -> tuple[Manifest | None, list[DamagedCheckpoint]]:
     """Finds the newest good checkpoint.
 
     Args:
       directory: The directory of checkpoints; it need not exist.
+      is_quick: See `verify`.
 
     Returns:
       The manifest of the newest good checkpoint, or None if none exists; and
@@ -171,7 +172,8 @@ def find_newest_good(
     problems: list[DamagedCheckpoint] = []
     for step, _ in reversed(find_entries(directory)):
         try:
-            return verify(step_path(directory, step)), problems
+            path = step_path(directory, step)
+            return verify(path, is_quick=is_quick), problems
         except DamagedCheckpoint as error:
             problems.append(error)
     return None, problems
