@@ -17,6 +17,7 @@ from jax.interpreters import ad, batching, mlir
 
 from keras_strategies._types import Array, Equation
 from keras_strategies.keras_bridge.patches import Patch, Patches
+from keras_strategies.passes.row_kinds.marks import make_identity
 from keras_strategies.spmd.identity import temporary_attribute
 
 ON, OFF = "on", "off"
@@ -33,7 +34,7 @@ _UNTRACED = (
     "its target. Elsewhere, use `ks.value_and_grad`."
 )
 
-read_p = Primitive("ks_tape_read")
+read_p = make_identity("ks_tape_read")
 """The identity; its result is what one read of a variable returned."""
 
 gradient_p = Primitive("ks_tape_gradient")
@@ -80,11 +81,7 @@ def refuse_untraced(*_: Any, **__: Any) -> Any:
     raise RuntimeError(_UNTRACED)
 
 
-read_p.def_impl(lambda value: value)
-read_p.def_abstract_eval(lambda value: value)
 ad.deflinear2(read_p, lambda cotangent, value: [cotangent])
-batching.defvectorized(read_p)
-mlir.register_lowering(read_p, lambda context, value: [value])
 
 gradient_p.def_impl(refuse_untraced)
 gradient_p.def_abstract_eval(_infer_gradients)

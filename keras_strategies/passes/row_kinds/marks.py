@@ -114,9 +114,15 @@ def _transpose(
     return [mark_p.bind(cotangent, name=name, is_cotangent=True)]
 
 
-mark_p = Primitive("ks_mark")
-mark_p.def_impl(lambda value, **_: value)
-mark_p.def_abstract_eval(lambda value, **_: value)
-mlir.register_lowering(mark_p, lambda context, value, **_: [value])
+def make_identity(name: str) -> Primitive:
+    """Returns a primitive whose result is its operand, without derivatives."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda value, **_: value)
+    primitive.def_abstract_eval(lambda value, **_: value)
+    mlir.register_lowering(primitive, lambda context, value, **_: [value])
+    batching.defvectorized(primitive)
+    return primitive
+
+
+mark_p = make_identity("ks_mark")
 ad.deflinear2(mark_p, _transpose)
-batching.defvectorized(mark_p)

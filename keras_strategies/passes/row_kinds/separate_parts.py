@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from keras_strategies._types import Array, Equation
 from keras_strategies.passes import stages
@@ -26,6 +25,7 @@ from keras_strategies.passes.row_kinds.kinds import (
     make_rows,
     make_sum,
 )
+from keras_strategies.passes.row_kinds.marks import make_identity
 
 
 def mark_part(
@@ -98,13 +98,9 @@ def _transpose(
     return [part_p.bind(cotangent, enters=not enters, **params)]
 
 
-part_p = Primitive("ks_separate_part")
-part_p.def_impl(lambda value, **_: value)
-part_p.def_abstract_eval(lambda value, **_: value)
-mlir.register_lowering(part_p, lambda context, value, **_: [value])
+part_p = make_identity("ks_separate_part")
 ad.primitive_jvps[part_p] = _jvp
 ad.primitive_transposes[part_p] = _transpose
-batching.defvectorized(part_p)
 
 
 @dataclasses.dataclass(kw_only=True)
