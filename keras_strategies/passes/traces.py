@@ -129,14 +129,10 @@ def is_marked(equation: JaxprEqn, *marks: str) -> bool:
 
 
 def is_user_code(equation: JaxprEqn) -> bool:
-    """Returns whether an equation comes from user code."""
-    return bool(is_made_by_user(equation))
+    """Returns whether an equation comes from user code.
 
-
-def is_made_by_user(equation: JaxprEqn) -> bool | None:
-    """Returns whether an equation comes from user code; None if unknown.
-
-    It is unknown for the equations inside of a function that JAX has jitted.
+    This is unknown, and counts as False, for the equations inside of a function
+    that JAX has jitted.
     """
     if equation.primitive.name == "name":
         return False
@@ -154,23 +150,13 @@ def is_made_by_user(equation: JaxprEqn) -> bool | None:
             return name not in _OF_ENTRIES
         if maker is not None:
             return maker
-    return None
+    return False
 
 
 def is_user_function(fn: Callable[..., Any]) -> bool:
     """Returns whether a function, or a method, is user code."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
     return code is None or bool(_find_maker(code.co_filename))
-
-
-def is_of_package(equation: JaxprEqn) -> bool:
-    """Returns whether this package computes an equation, for a merge."""
-    for code in _list_frames(equation):
-        if is_package_file(code.co_filename):
-            return True
-        if _find_maker(code.co_filename) is not None:
-            return False
-    return False
 
 
 def is_package_file(file_name: str) -> bool:

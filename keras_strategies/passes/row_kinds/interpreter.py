@@ -59,7 +59,7 @@ class Interpreter:
     def __init__(self, num_rows: int, ratio: float) -> None:
         self._num_rows = num_rows
         self._ratio = ratio
-        self.unshown: list[tuple[str, Equation, bool]] = []
+        self.unshown: list[tuple[str, Equation]] = []
         self.logs: list[Equation] = []
         # The last number in user code that is differentiated and no mean.
         self._differentiated: Equation | None = None
@@ -112,7 +112,8 @@ class Interpreter:
         if self._is_noting:
             self._note_differentiated(equations[0], results)
         if len(equations) > 1:
-            results = self._with_scales(kinds, results)
+            self._note_update(kinds)
+            results = [scales.with_term(kind, kinds) for kind in results]
         self._calls.pop()
         if not any(kind.from_loss for kind in kinds):
             return results
@@ -139,12 +140,9 @@ class Interpreter:
         if is_forward and traces.is_user_code(equation):
             self._differentiated = results[0].why or equation
 
-    def _with_scales(
-        self, kinds: list[Kind], results: list[Kind]
-    ) -> list[Kind]:
+    def _note_update(self, kinds: list[Kind]) -> None:
         if self._is_noting and scales.updates_by_count(self._calls, kinds):
             self.counting.append(self._calls[-1])
-        return scales.scale_results(self._calls, kinds, results, self._ratio)
 
     def _find_kinds(
         self, equations: list[Any], kinds: list[Kind]
@@ -249,7 +247,7 @@ class Interpreter:
         elif not self._is_shown(kind, name):
             if name in (marks.GRADIENT, marks.SHARE):
                 why = self._differentiated or why
-            self.unshown.append((name, why, bool(kind.scale)))
+            self.unshown.append((name, why))
 
     def _is_shown(self, kind: Kind, name: str) -> bool:
         return scales.is_shown(kind, name, self._ratio)

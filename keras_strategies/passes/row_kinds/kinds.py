@@ -53,7 +53,7 @@ class Kind:
         there is no such exponent. None if it is unknown, because the value
         mixes rows, or contains a constant that may depend on the number of
         rows. Of a value computed from one sum over rows and constants, it is
-        the sum's (`MIXED`).
+        the sum's (`MIXED`); infinite after a product with a number of rows.
       count: The number of entries that the last sum within a row added.
         Dividing by this number computes a mean (`ROWS`, `SUM`).
       columns: The positions in the last dimension at which the entry is the
@@ -79,8 +79,6 @@ class Kind:
         all replicas, so that a number of rows in it is theirs (`CONST`).
       from_loss: Whether the value is computed from a value that is marked as a
         loss.
-      scale: The exponent of num_rows in the constants with which user code
-        multiplied the value (`SUM`, `MIXED`). Infinite if there is none.
       why: The equation that mixes rows (`MIXED`).
     """
 
@@ -99,7 +97,6 @@ class Kind:
     is_global: bool = False
     is_gathered: bool = False
     from_loss: bool = False
-    scale: float = 0.0
     why: Any = None
 
     def is_flat(self, axis: int, size: int) -> bool:

@@ -71,6 +71,9 @@ def kinds_of_results(call: Call) -> list[Kind]:
         return [elementwise.elementwise(call)]
     wrong = find_mixed(call.kinds)
     if wrong is not None:
+        is_product = call.name in ("mul", "div")
+        if is_product and any(map(depends_on_count, call.kinds)):
+            wrong = wrong.but(power=math.inf)
         return [wrong] * num
     if rule is None or not _is_scale_safe(call):
         return [call.make_mixed()] * num

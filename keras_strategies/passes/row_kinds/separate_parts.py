@@ -136,7 +136,7 @@ class SeparateParts:
         elif params["enters"]:
             is_operand = params["order"] == 0
             (part.operands if is_operand else part.derivatives).append(call)
-        elif kind.is_mixed and part.is_believed and not kind.scale:
+        elif kind.is_mixed and part.is_believed and kind.power is None:
             return _believe(call, part)
         return kind
 
