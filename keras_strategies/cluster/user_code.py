@@ -1,34 +1,52 @@
 """User code apart from this package: on stacks, and in child processes."""
 
 import functools
+import itertools
 import pathlib
 import sys
 import sysconfig
 import types
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
+from typing import Any
 
 _OURS = str(PurePath(__file__).parents[1])
 # A file whose path contains one of these is not user code.
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 
 
-def locate_frame(frame: types.FrameType | None) -> str:
+def list_frames(thread: int | None) -> list[types.FrameType]:
+    """Lists the frames of a thread's stack, the innermost first.
+
+    The thread may run between two instructions of Python code, and then CPython
+    3.11 can return another object as a frame's `f_back`. So only C code reads
+    the stack.
+
+    Args:
+      thread: The thread's identifier.
+    """
+    read: Any = getattr
+    stacks = itertools.starmap(sys._current_frames, [()])
+    innermost: Iterator[Any] = map(dict.get, stacks, [thread])
+    names = itertools.repeat("f_back")
+    frames = itertools.accumulate(itertools.chain(innermost, names), read)
+    return list(itertools.takewhile(bool, frames))
+
+
+def locate_frame(frames: Sequence[types.FrameType]) -> str:
     """Returns a position on a stack, such as "train.py:42 in on_batch_end".
 
     This is the innermost line of user code. If there is no user code on the
     stack, it is the innermost line of any code.
 
     Args:
-      frame: The innermost frame of the stack.
+      frames: The frames of the stack, the innermost first.
     """
-    innermost = frame
-    while frame is not None and not is_user_code(frame.f_code.co_filename):
-        frame = frame.f_back
-    frame = frame or innermost
-    if frame is None:
-        return ""
-    code = frame.f_code
-    return format_position(code.co_filename, frame.f_lineno, code.co_name)
+    users = (f for f in frames if is_user_code(f.f_code.co_filename))
+    for frame in itertools.chain(users, frames):
+        code = frame.f_code
+        return format_position(code.co_filename, frame.f_lineno, code.co_name)
+    return ""
 
 
 def format_position(file: str, line: int, function: str) -> str:

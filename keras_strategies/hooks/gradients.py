@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.core import Tracer
 
 from keras_strategies._types import Array, Tree
 from keras_strategies.hooks import loss_hooks
@@ -14,7 +15,9 @@ from keras_strategies.hooks.variables_used import (
     InnerScope,
     chain_scopes,
 )
-from keras_strategies.keras_bridge.step_context import current_step
+from keras_strategies.keras_bridge.step_context import StepContext, current_step
+from keras_strategies.passes import traces
+from keras_strategies.passes.row_kinds import marks
 from keras_strategies.spmd.identity import IdentityMap, IdentitySet
 
 
@@ -210,3 +213,26 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return gradients
+
+
+def call_with_derivative(
+    step: StepContext,
+    original: Callable[..., Any],
+    function: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Marks the arguments of a function whose derivative user code computes.
+
+    It is a function of `jax.custom_jvp` or `jax.custom_vjp`.
+    """
+    del step
+    if traces.is_user_function(function.fun):
+        args = jax.tree.map(_mark, args)
+    return original(function, *args, **kwargs)
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, Tracer) and jnp.issubdtype(value.dtype, jnp.inexact):
+        return marks.mark_both_ways(value, marks.DERIVATIVE)
+    return value

@@ -6,7 +6,8 @@ While a step is traced, and only in the tracing thread:
 - losses use the denominators of the global batch, and losses whose value for
   one row depends on other rows receive the rows of all replicas
   (loss_hooks.py);
-- each metric is updated by the rule that is chosen for it (metric_hooks.py).
+- each metric is updated by the rule that is chosen for it (metric_hooks.py);
+- derivatives that user code computes are marked (gradients.py).
 
 The hooks wrap methods of classes rather than of instances, so that they affect
 every optimizer, loss and metric of a model and leave no attributes on them.
@@ -17,6 +18,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import keras
 from keras.src.backend.common.variables import Variable as KerasVariable
 from keras.src.losses import loss as loss_module
@@ -25,6 +27,7 @@ from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 
 from keras_strategies.hooks import (
     batch_norm,
+    gradients,
     loss_hooks,
     metric_hooks,
     optimizer_hooks,
@@ -74,6 +77,8 @@ def _find_patches() -> Iterator[Patch]:
             cls, _OF_METRIC_LISTS if is_list else _OF_METRICS
         )
     yield keras.random.SeedGenerator, "next", _make_hook(seeds.next_seed)
+    for cls in (jax.custom_jvp, jax.custom_vjp):
+        yield cls, "__call__", _make_hook(gradients.call_with_derivative)
     for name in ("assign", "assign_add", "assign_sub"):
         hook = _make_hook(variable_writes.assign, "in_optimizer")
         yield KerasVariable, name, hook

@@ -155,7 +155,7 @@ def _describe_finding(finding: Finding) -> str | None:
         return _COUNT_REASON.format(place=_describe_line(finding.counting))
     if not finding.unshown:
         return None
-    mark, equation = finding.unshown[0]
+    mark, equation, _ = finding.unshown[0]
     value, fix = _UNSHOWN[mark]
     rule, merged = _SUM if mark in (marks.COUNT, marks.SHARE) else _MEAN
     return (

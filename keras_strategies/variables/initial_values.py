@@ -9,8 +9,8 @@ processes draw the same values.
 import copy
 import dataclasses
 import functools
-import inspect
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,7 +24,7 @@ from keras.src.backend.common.name_scope import current_path
 from keras_strategies._types import Array, Shape
 from keras_strategies.cluster.exchange import same_variables
 from keras_strategies.cluster.exchange.same_variables import Note
-from keras_strategies.cluster.user_code import locate_frame
+from keras_strategies.cluster.user_code import list_frames, locate_frame
 from keras_strategies.passes.traces import is_tracing
 from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.spmd.host_arrays import copy_on_host
@@ -110,7 +110,7 @@ def _note_new(mesh: ReplicaMesh, **kwargs: Any) -> Note:
         dtype=keras.backend.standardize_dtype(dtype),
         trainable=_name_trainable(kwargs.get("trainable", True)),
         initializer=name_initializer(given),
-        where=locate_frame(inspect.currentframe()),
+        where=locate_frame(list_frames(threading.get_ident())),
     )
     same_variables.note(mesh.processes, noted)
     return noted

@@ -11,7 +11,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -24,7 +24,7 @@ from keras_strategies.cluster.exchange.same_program import (
     compare,
     trace_program,
 )
-from keras_strategies.cluster.user_code import locate_frame
+from keras_strategies.cluster.user_code import list_frames, locate_frame
 from keras_strategies.watchdog.failure_detector import COMPARING, Heartbeat
 
 # The file of JAX that executes a program which has just been compiled.
@@ -173,8 +173,7 @@ class ProgramRunner:
         go through this class, so the check is detected by looking at the main
         thread's stack.
         """
-        frame = sys._current_frames().get(self._main or 0)
-        if not _is_in(frame, _MULTIHOST, _COMPARES):
+        if not _is_in(list_frames(self._main), _MULTIHOST, _COMPARES):
             self._comparing_since = None
             return 0.0
         if self._comparing_since is None:
@@ -190,8 +189,8 @@ class ProgramRunner:
         """
         starting = self._starting
         if starting is None:
-            main = sys._current_frames().get(self._main or 0)
-            is_tracing = _is_in(main, _PARTIAL_EVAL, _TRACES)
+            frames = list_frames(self._main)
+            is_tracing = _is_in(frames, _PARTIAL_EVAL, _TRACES)
             return (now - self._began if is_tracing else 0.0), 0.0
         frame = sys._current_frames().get(starting[1])
         if frame is None or not _is_executing(frame):
@@ -254,8 +253,7 @@ def locate_thread(thread: int | None) -> str:
     Args:
       thread: The thread's identifier.
     """
-    frame = sys._current_frames().get(thread or 0)
-    return locate_frame(frame)
+    return locate_frame(list_frames(thread))
 
 
 def _is_executing(frame: types.FrameType) -> bool:
@@ -276,21 +274,20 @@ def _is_executing(frame: types.FrameType) -> bool:
 
 
 def _is_in(
-    frame: types.FrameType | None, file: str, names: tuple[str, ...]
+    frames: Sequence[types.FrameType], file: str, names: tuple[str, ...]
 ) -> bool:
     """Returns whether a thread's stack contains a function of a given file.
 
     Args:
-      frame: The thread's innermost frame.
+      frames: The frames of the stack.
       file: The end of the file's path.
       names: Prefixes of the function's name, any of which matches.
     """
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name.startswith(names) and code.co_filename.endswith(file):
-            return True
-        frame = frame.f_back
-    return False
+    codes = (frame.f_code for frame in frames)
+    return any(
+        code.co_name.startswith(names) and code.co_filename.endswith(file)
+        for code in codes
+    )
 
 
 def _has_reached_sync_point(number: int) -> bool:

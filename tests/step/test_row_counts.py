@@ -644,3 +644,60 @@ def test_a_layer_that_computes_only_for_the_rows_of_the_batch(rows, replicas):
         history = model.fit(X[:rows], Y[:rows], epochs=2, **options)
         found.append([history.history["loss"], *model.get_weights()])
     assert_same(*found)
+
+
+class Derivative(layers.Layer):
+    """An identity whose derivative is a function of the gradient."""
+
+    def __init__(self, function, *, is_forward):
+        super().__init__()
+        self.function = function
+        self.is_forward = is_forward
+
+    def call(self, x):
+        if self.is_forward:
+            identity = jax.custom_jvp(lambda x: x)
+            identity.defjvps(lambda tangent, *_: self.function(tangent))
+            return identity(x)
+        identity = jax.custom_vjp(lambda x: x)
+        identity.defvjp(
+            lambda x: (x, None), lambda _, gradient: (self.function(gradient),)
+        )
+        return identity(x)
+
+
+DERIVATIVES = {
+    "reversed": lambda gradient: -0.5 * gradient,
+    "counted": lambda gradient: gradient * gradient.shape[0] / 32,
+    "clipped": lambda gradient: ops.clip(gradient, -0.01, 0.01),
+    "centered": lambda gradient: gradient - ops.mean(gradient, axis=0),
+    "normalized": lambda gradient: gradient / ops.norm(gradient),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas", "make_strategy"),
+    [
+        *((name, 2, mirrored) for name in DERIVATIVES),
+        ("counted", 8, mirrored),
+        ("clipped", 4, sharded),
+        ("centered forward", 2, mirrored),
+    ],
+)
+def test_derivatives_of_a_layer_are_those_of_one_device(
+    name, replicas, make_strategy
+):
+    """A step of Keras, whose losses are means."""
+
+    def make():
+        function, *forward = name.split()
+        middle = Derivative(DERIVATIVES[function], is_forward=bool(forward))
+        return keras.Sequential([keras.Input((3,)), dense(4), middle, dense(2)])
+
+    def act(model):
+        return fit(model), model.train_on_batch(X[:8], Y[:8], return_dict=True)
+
+    plain, _ = train(make, None, act)
+    ours, told = train(make, make_strategy(replicas), act)
+    assert_same(plain, ours)
+    assert bool(told) is (name != "reversed")

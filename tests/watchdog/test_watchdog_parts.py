@@ -409,10 +409,41 @@ def test_preempted_is_raised_once_before_a_program(clock):
     assert progress.was_preempted
 
 
+def test_a_thread_that_runs_has_a_whole_stack():
+    """CPython 3.11 links a frame to anything if its thread runs meanwhile."""
+    is_over = threading.Event()
+
+    def each(depth):
+        yield depth
+        if depth:
+            yield from each(depth - 1)
+
+    def run():
+        while not is_over.is_set():
+            assert sum(each(30)) == sum(range(31))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        found = [user_code.list_frames(thread.ident) for _ in range(2000)]
+    finally:
+        sys.setswitchinterval(before)
+        is_over.set()
+        thread.join()
+    names = [[frame.f_code.co_name for frame in frames] for frames in found]
+    outer = ["run", "run", "_bootstrap_inner", "_bootstrap"]
+    assert all(each[-4:] == outer for each in names)
+    assert set(sum(names, [])) <= {"each", *outer, "is_set"}
+
+
 def test_where_is_the_users_line():
-    frame = sys._getframe()
-    assert user_code.locate_frame(frame).startswith("test_watchdog_parts.py:")
-    assert user_code.locate_frame(None) == ""
+    frames = user_code.list_frames(threading.get_ident())
+    assert user_code.locate_frame(frames).startswith("test_watchdog_parts.py:")
+    assert user_code.locate_frame(frames[:1]).startswith("user_code.py:")
+    assert user_code.list_frames(None) == []
+    assert user_code.locate_frame([]) == ""
     assert not user_code.is_user_code(pytest.__file__)
     assert not user_code.is_user_code(user_code.__file__)
     assert not user_code.is_user_code(os.__file__)

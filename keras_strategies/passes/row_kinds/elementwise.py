@@ -302,9 +302,10 @@ def _power_of_rows(
     if name in _DEGREES and is_known:
         degree = call.params["y"] if name == "integer_pow" else _DEGREES[name]
         return True, degree * (first.power or 0.0)
-    are_fixed = all(map(is_constant, constants))
-    if name in ("add", "sub", "add_any"):
+    if name in ("add", "sub", "add_any", "complex"):
+        constants = [kind for kind in constants if not kind.is_zero]
         is_same, power = same_power(row_kinds[0].power, row_kinds[-1].power)
+        are_fixed = all(map(is_constant, constants))
         if is_known and call.retraced is not None:
             are_fixed = all(power_in(kind, call) == power for kind in constants)
         elif constants:
@@ -315,7 +316,10 @@ def _power_of_rows(
 
 _DEGREES = {
     "abs": 1.0,
+    "conj": 1.0,
+    "imag": 1.0,
     "integer_pow": math.nan,
+    "real": 1.0,
     "rsqrt": -0.5,
     "sign": 0.0,
     "sqrt": 0.5,

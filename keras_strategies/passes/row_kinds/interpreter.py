@@ -59,7 +59,7 @@ class Interpreter:
     def __init__(self, num_rows: int, ratio: float) -> None:
         self._num_rows = num_rows
         self._ratio = ratio
-        self.unshown: list[tuple[str, Equation]] = []
+        self.unshown: list[tuple[str, Equation, bool]] = []
         self.logs: list[Equation] = []
         # The last number in user code that is differentiated and no mean.
         self._differentiated: Equation | None = None
@@ -219,6 +219,11 @@ class Interpreter:
         zero = make_uniform((0,) * len(equations), shape)
         if name == marks.STATISTIC:
             return zero if params["is_cotangent"] else PLAIN
+        if name == marks.DERIVATIVE and params["is_cotangent"]:
+            why = kind.why
+            if self._is_noting and why and traces.is_user_code(why):
+                self.unshown.append((marks.GRADIENT, why, True))
+            return kind
         if not params["is_cotangent"]:
             if name == marks.VALUES:
                 self._marked[str(shape)] = kind
@@ -245,9 +250,11 @@ class Interpreter:
             elif name == marks.LOG and not scales.is_shown(kind, name):
                 self.logs.append(why)
         elif not self._is_shown(kind, name):
+            # Otherwise the cause may be an operation without a rule.
+            is_known = kind.why is None and kind.power is not None
             if name in (marks.GRADIENT, marks.SHARE):
                 why = self._differentiated or why
-            self.unshown.append((name, why))
+            self.unshown.append((name, why, is_known))
 
     def _is_shown(self, kind: Kind, name: str) -> bool:
         return scales.is_shown(kind, name, self._ratio)

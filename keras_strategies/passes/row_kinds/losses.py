@@ -58,7 +58,8 @@ class Finding:
       counting: If the step computes a gradient, an update or a log with the
         number of rows: an equation that does so, or True.
       unshown: For each value that is not shown to be that of one device after
-        its merge: its mark, and the equation that is the cause.
+        its merge: its mark, the equation that is the cause, and whether it is
+        surely another value, or computed from a derivative of user code.
       logs: The equations of logs that are not shown to be means.
       has_losses: Whether any loss is marked.
       has_user_code: Whether user code computes, or chooses, a part of the step.
@@ -72,7 +73,7 @@ class Finding:
     verdict: Verdict
     why: Any = None
     counting: Any = None
-    unshown: Sequence[tuple[str, Equation]] = ()
+    unshown: Sequence[tuple[str, Equation, bool]] = ()
     logs: Sequence[Equation] = ()
     has_losses: bool = False
     has_user_code: bool = False
@@ -139,9 +140,10 @@ def compare(
     *one, first, more = jaxprs
     finding = losses_in(first, data, num_rows, more)
     if not is_user_step:
-        # Gradients of losses that are means are means.
+        # Gradients of losses that are means are means, unless user code
+        # computes a derivative.
         gradients = (marks.GRADIENT, marks.SHARE)
-        unshown = [u for u in finding.unshown if u[0] not in gradients]
+        unshown = [u for u in finding.unshown if u[2] or u[0] not in gradients]
         finding = dataclasses.replace(finding, unshown=unshown)
     if not one:
         return finding

@@ -34,6 +34,8 @@ WEIGHTED = "ks.weighted"
 """Marks losses of uneven replicas, weighted by their numbers of rows."""
 STATISTIC = "ks.statistic"
 """Marks statistics that are those of a replica's rows by definition."""
+DERIVATIVE = "ks.derivative"
+"""Marks arguments of functions whose derivatives user code computes."""
 
 GRADIENT = "ks.gradient"
 """Marks gradients that an optimizer receives."""
@@ -63,7 +65,7 @@ def mark_both_ways(value: Array, name: str) -> jax.Array:
 
     Args:
       value: The array.
-      name: `STATISTIC`, `VALUES`, `REDUCED` or `WEIGHTED`.
+      name: `STATISTIC`, `DERIVATIVE`, `VALUES`, `REDUCED` or `WEIGHTED`.
 
     Returns:
       The same array.
