@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from keras.src.backend.common.name_scope import current_path
 
@@ -201,32 +200,6 @@ def place(value: Array, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(
         full.shape, sharding, lambda index: copy_on_host(full[index])
     )
-
-
-def split_on_host(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Shards an array that is on one device; returns others unchanged.
-
-    JAX's `device_put` would compile a program for each shape (jax 0.10.2).
-    """
-    is_whole = len(array.sharding.device_set) == 1
-    if not is_whole or sharding.is_fully_replicated:
-        return array
-    return place(array, sharding) if sharding.is_fully_addressable else array
-
-
-def _wrap_direct_assign(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def direct_assign(variable: keras.Variable, value: Any) -> None:
-        layout = variable._layout
-        if isinstance(layout, NamedSharding) and not isinstance(value, Tracer):
-            value = split_on_host(value, layout)
-        original(variable, value)
-
-    return direct_assign
-
-
-SPLIT_ON_HOST = (keras.Variable, "_direct_assign", _wrap_direct_assign)
-"""A patch with which variables that are sharded are created."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -149,7 +149,7 @@ def distribution_scope(
             if distribution is not None:
                 # Keras copies a slot's layout from its weight, without asking
                 # the distribution.
-                stack.enter_context(_placement.hold())
+                stack.enter_context(_slots_registered.hold())
                 stack.enter_context(distribution.creating_equal())
             yield
     finally:
@@ -214,12 +214,12 @@ def _set_layout_of_slots(
 
 
 _SLOTS = (BaseOptimizer, "add_variable_from_reference", _wrap_slot_creation)
-_placement = Patches(lambda: [_SLOTS, initial_values.SPLIT_ON_HOST])
+_slots_registered = Patches(lambda: [_SLOTS])
 
 
 def slots_follow_weights() -> contextlib.AbstractContextManager[None]:
     """Creates the block's slots without values if their weights have none."""
-    return _placement.hold()
+    return _slots_registered.hold()
 
 
 def adopt(
@@ -261,8 +261,7 @@ def adopt(
     shardings = [get_sharding(v, mesh) for v in moved]
     values = [v._value for v in moved]
     if mesh.num_processes == 1:
-        parts = map(initial_values.split_on_host, values, shardings)
-        copies = list(map(copy_with_sharding, parts, shardings))
+        copies = list(map(copy_with_sharding, values, shardings))
     else:
         initial_values.compare_existing(mesh, moved)
         copies = place_from_chief(values, shardings, mesh)

@@ -35,6 +35,7 @@ from keras_strategies.passes.row_kinds.rules import has_rule, kinds_of_results
 from keras_strategies.passes.row_kinds.separate_parts import (
     SeparateParts,
     has_other_code,
+    is_part,
     part_p,
 )
 from keras_strategies.passes.stages import is_collective, scan_operands
@@ -220,8 +221,9 @@ class Interpreter:
         if name == marks.STATISTIC:
             return zero if params["is_cotangent"] else PLAIN
         if name == marks.DERIVATIVE and params["is_cotangent"]:
-            why = kind.why
-            if self._is_noting and why and traces.is_user_code(why):
+            why, is_believed = kind.why, any(map(is_part, self._calls))
+            is_noted = self._is_noting and not is_believed
+            if is_noted and why and traces.is_user_code(why):
                 self.unshown.append((marks.GRADIENT, why, True))
             return kind
         if not params["is_cotangent"]:
