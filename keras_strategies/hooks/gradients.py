@@ -1,5 +1,7 @@
 """Gradients with respect to Keras variables, and those of one replica."""
 
+import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -227,9 +229,23 @@ def call_with_derivative(
     It is a function of `jax.custom_jvp` or `jax.custom_vjp`.
     """
     del step
-    if traces.is_user_function(function.fun):
-        args = jax.tree.map(_mark, args)
+    names = ("fun", "jvp", "fwd", "bwd")
+    parts = [getattr(function, name, None) for name in names]
+    # `jax.custom_gradient` and `defjvps` wrap functions of the user.
+    parts = [inner for part in parts for inner in (part, *_list_captured(part))]
+    if any(map(traces.is_user_function, filter(inspect.isfunction, parts))):
+        args, kwargs = jax.tree.map(_mark, (args, kwargs))
     return original(function, *args, **kwargs)
+
+
+def _list_captured(function: Any) -> list[Any]:
+    """Returns what a function captures, also in a tuple."""
+    captured = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # The cell is empty.
+            value = cell.cell_contents
+            captured += value if isinstance(value, tuple) else [value]
+    return captured
 
 
 def _mark(value: Any) -> Any:

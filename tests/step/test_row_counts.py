@@ -649,21 +649,25 @@ def test_a_layer_that_computes_only_for_the_rows_of_the_batch(rows, replicas):
 class Derivative(layers.Layer):
     """An identity whose derivative is a function of the gradient."""
 
-    def __init__(self, function, *, is_forward):
+    def __init__(self, function, kind):
         super().__init__()
         self.function = function
-        self.is_forward = is_forward
+        self.kind = kind
 
     def call(self, x):
-        if self.is_forward:
-            identity = jax.custom_jvp(lambda x: x)
-            identity.defjvps(lambda tangent, *_: self.function(tangent))
-            return identity(x)
-        identity = jax.custom_vjp(lambda x: x)
-        identity.defvjp(
-            lambda x: (x, None), lambda _, gradient: (self.function(gradient),)
-        )
-        return identity(x)
+        if self.kind == "forward":
+            identity = jax.custom_jvp(jax.numpy.negative)
+            identity.defjvps(lambda tangent, *_: -self.function(tangent))
+        elif self.kind == "wrapped":
+            identity = jax.custom_gradient(lambda x: (x, self.function))
+        else:
+            identity = jax.custom_vjp(ops.copy)
+            identity.defvjp(
+                lambda x: (x, None), lambda _, grad: (self.function(grad),)
+            )
+        if self.kind == "activation":
+            return layers.Activation(identity)(x)
+        return identity(x=x) if self.kind == "named" else identity(x)
 
 
 DERIVATIVES = {
@@ -682,6 +686,11 @@ DERIVATIVES = {
         ("counted", 8, mirrored),
         ("clipped", 4, sharded),
         ("centered forward", 2, mirrored),
+        ("clipped wrapped", 2, mirrored),
+        ("clipped activation", 2, mirrored),
+        ("clipped named", 2, mirrored),
+        ("reversed wrapped", 2, mirrored),
+        ("reversed activation", 2, mirrored),
     ],
 )
 def test_derivatives_of_a_layer_are_those_of_one_device(
@@ -690,8 +699,8 @@ def test_derivatives_of_a_layer_are_those_of_one_device(
     """A step of Keras, whose losses are means."""
 
     def make():
-        function, *forward = name.split()
-        middle = Derivative(DERIVATIVES[function], is_forward=bool(forward))
+        function, *kind = name.split()
+        middle = Derivative(DERIVATIVES[function], "".join(kind))
         return keras.Sequential([keras.Input((3,)), dense(4), middle, dense(2)])
 
     def act(model):
@@ -700,4 +709,4 @@ def test_derivatives_of_a_layer_are_those_of_one_device(
     plain, _ = train(make, None, act)
     ours, told = train(make, make_strategy(replicas), act)
     assert_same(plain, ours)
-    assert bool(told) is (name != "reversed")
+    assert bool(told) is not name.startswith("reversed")

@@ -221,10 +221,9 @@ class Interpreter:
         if name == marks.STATISTIC:
             return zero if params["is_cotangent"] else PLAIN
         if name == marks.DERIVATIVE and params["is_cotangent"]:
-            why, is_believed = kind.why, any(map(is_part, self._calls))
-            is_noted = self._is_noting and not is_believed
-            if is_noted and why and traces.is_user_code(why):
-                self.unshown.append((marks.GRADIENT, why, True))
+            is_believed = any(map(is_part, self._calls))
+            if self._is_noting and kind.is_mixed and not is_believed:
+                self.unshown.append((marks.GRADIENT, kind.why, True))
             return kind
         if not params["is_cotangent"]:
             if name == marks.VALUES:

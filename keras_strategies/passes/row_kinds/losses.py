@@ -101,6 +101,8 @@ def examine(
         finding = losses_in(traced, data, num_rows)
     is_user_code = any(map(traces.is_user_function, functions))
     is_user_code = is_user_code or traces.has_user_calls(traced)
+    # Keras may call a user's function, such as an activation.
+    is_user_code = is_user_code or marks.has_derivatives(traced)
     is_mixed = num_rows > 1 and finding.verdict is Verdict.MIXED
     is_mean = finding.verdict is Verdict.MEAN
     return dataclasses.replace(

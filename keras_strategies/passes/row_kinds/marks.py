@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from keras_strategies._types import Array
@@ -95,6 +95,14 @@ def has_unweighted_gradients(
         for equation in jaxpr.eqns
         if traces.is_marked(equation, GRADIENT, SHARE)
         for v in stages.variables(equation.invars)
+    )
+
+
+def has_derivatives(jaxpr: ClosedJaxpr) -> bool:
+    """Returns whether user code computes a derivative in a program."""
+    return any(
+        e.primitive is mark_p and e.params["name"] == DERIVATIVE
+        for e in stages.all_equations(jaxpr)
     )
 
 

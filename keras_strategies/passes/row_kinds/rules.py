@@ -98,13 +98,12 @@ def has_rule(equation: Equation) -> bool:
 
     `jax.vmap` of such an equation computes the same as a loop does.
     """
-    name = equation.primitive.name
+    name, mark = equation.primitive.name, equation.params.get("name")
     is_kernel = name in ("pallas_call", *kernels.CUDNN)
-    is_mark = str(equation.params.get("name")).startswith(
-        (marks.PREFIX, kernels.BY_ROWS)
-    )
+    is_mark = str(mark).startswith((marks.PREFIX, kernels.BY_ROWS))
     is_known = name in _RULES or name in (*RANDOM, *_CALLS)
-    return is_known and not (is_kernel or is_mark)
+    is_shown = is_known and not (is_kernel or is_mark)
+    return is_shown or mark == marks.DERIVATIVE
 
 
 def _reduce_dims(call: Call, k: int) -> Kind:
