@@ -23,3 +23,4 @@ def test_all_screens_are_recorded():
 def test_numbers_are_not_compared():
     line = "  steps   1,234 - 0.5e-3 ms ━━━━ 12:34"
     assert screens.normalize(line) == " steps 0 ms ─ 0"
+    assert screens.normalize("keras 0.2.0.dev0") == "keras 0"

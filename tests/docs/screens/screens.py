@@ -122,7 +122,7 @@ def show(name, width):
 
 def normalize(line):
     """A line without what differs from run to run."""
-    line = re.sub(r"\d[\d,.:]*(e[+-]\d+)?", "0", line)
+    line = re.sub(r"\d[\d,.:]*(e[+-]\d+|dev\d+)?", "0", line)
     line = re.sub(r"(0 ?[-+] ?)+0", "0", line)
     line = re.sub(r"[─━]+", "─", line)
     return re.sub(r" +", " ", line).rstrip()
