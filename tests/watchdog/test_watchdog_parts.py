@@ -1,10 +1,12 @@
 """Decisions of the watchdog, from heartbeats, clocks and pipes."""
 
+import gc
 import os
 import queue
 import socket
 import sys
 import threading
+import time
 
 import pytest
 
@@ -411,7 +413,7 @@ def test_preempted_is_raised_once_before_a_program(clock):
 
 def test_a_thread_that_runs_has_a_whole_stack():
     """CPython 3.11 links a frame to anything if its thread runs meanwhile."""
-    is_over = threading.Event()
+    begun, is_over = [], threading.Event()
 
     def each(depth):
         yield depth
@@ -419,6 +421,7 @@ def test_a_thread_that_runs_has_a_whole_stack():
             yield from each(depth - 1)
 
     def run():
+        begun.append(True)
         while not is_over.is_set():
             assert sum(each(30)) == sum(range(31))
 
@@ -426,9 +429,13 @@ def test_a_thread_that_runs_has_a_whole_stack():
     thread.start()
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
+    gc.disable()  # JAX's callback would be on the stack.
     try:
+        while not begun:
+            time.sleep(0.001)
         found = [user_code.list_frames(thread.ident) for _ in range(2000)]
     finally:
+        gc.enable()
         sys.setswitchinterval(before)
         is_over.set()
         thread.join()
