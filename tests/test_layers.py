@@ -109,7 +109,7 @@ LOGIC_LINES = {
     "kernels": 2332,
     "migrate": 1499,
     "names": 309,
-    "passes": 5283,
+    "passes": 5288,
     "planning": 3348,
     "reporting": 972,
     "run": 730,

@@ -110,12 +110,11 @@ def has_user_calls(jaxpr: ClosedJaxpr) -> bool:
 
     Even if it computes nothing by itself, it may decide what Keras computes.
     """
-    directory = os.path.join(*_directories("keras_strategies"), "step", "")
     for equation in jaxpr.jaxpr.eqns:
         if is_user_code(equation):
             return True
         for code in _list_frames(equation):
-            if code.co_filename.startswith(directory):
+            if _calls_steps(code.co_filename):
                 break
             if _find_maker(code.co_filename):
                 return True
@@ -219,6 +218,13 @@ _OF_ENTRIES = frozenset(
 """Operations that contain no constants except those that the caller passed."""
 _OF_LOOPS = frozenset(("ks.stack_values", "scan"))
 """Operations by which this package computes equal blocks in a loop."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _calls_steps(file_name: str) -> bool:
+    """Returns whether a file belongs to the room that calls users' steps."""
+    directory = os.path.join(*_directories("keras_strategies"), "step", "")
+    return file_name.startswith(directory)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
@@ -130,7 +129,9 @@ class Kind:
 
     def but(self, **changes: Any) -> "Kind":
         """Returns a copy with some attributes changed."""
-        return dataclasses.replace(self, **changes)
+        copy = object.__new__(Kind)
+        vars(copy).update(vars(self), **changes)
+        return copy
 
     def power_in(self, ratio: float) -> float | None:
         """Returns the exponent `power`; of equal entries, see `find_power`."""
@@ -309,7 +310,7 @@ def kind_of_arrays(arrays: Sequence[Any]) -> Kind:
     shape = np.shape(arrays[0])
     if any(
         isinstance(a, Tracer)
-        or jnp.issubdtype(jnp.result_type(a), jax.dtypes.extended)
+        or not isinstance(getattr(a, "dtype", np.dtype(int)), np.dtype)
         or not 0 < np.size(a) <= _MAX_ENTRIES
         for a in arrays
     ):
