@@ -1,12 +1,7 @@
 """The structure, row shapes and dtypes of a batch, as text to compare."""
 
 import collections
-import functools
-import inspect
 import json
-import sys
-from types import ModuleType
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,17 +12,14 @@ from keras_strategies.cluster.exchange.message_forms import Form, find_problem
 from keras_strategies.cluster.untrusted import load_json
 
 _MAX_CHARACTERS = 1 << 20
-_MAX_NAME = 1024
 # The types of an encoded dict entry: its key and its value.
 _PAIR = (str | int | float | bool, object)
-_NAMED = ("items", "named")
 # The forms of parts of a description, by their keys.
 _FORMS: dict[tuple[str, ...], Form] = {
     ("dict",): {"dict": [_PAIR]},
     ("ordered",): {"ordered": [_PAIR]},
     ("list",): {"list": list},
     ("tuple",): {"tuple": list},
-    _NAMED: {"items": list},
     ("dtype", "shape"): {"dtype": parse_dtype, "shape": is_shape},
 }
 
@@ -37,25 +29,21 @@ def make_spec(batch: Tree) -> str:
     return json.dumps(_encode(batch))
 
 
-def make_empty(spec: str, *, has_classes: bool = True) -> Tree:
+def make_empty(spec: str) -> Tree:
     """Returns a batch that has the structure in `spec`, but no rows.
 
     Args:
       spec: The text that `make_spec` returned. It may come from another process
         or a file, and is not trusted: reading it imports and calls nothing.
-      has_classes: Whether `spec` may contain named tuples. Their classes are
-        found only if they are defined at the top level of a module that is
-        already imported.
 
     Raises:
       ValueError: if `spec` is malformed.
-      TypeError: if the class of a named tuple is not found in this process.
     """
     try:
         document = load_json(spec, max_characters=_MAX_CHARACTERS)
     except ValueError as error:
         raise _make_error(str(error)) from None
-    return _decode(document, has_classes)
+    return _decode(document)
 
 
 def format_spec(spec: str) -> str:
@@ -117,13 +105,6 @@ def resize_batch(batch: Tree, rows: int) -> Tree:
     return jax.tree.map(resize, batch)
 
 
-def describe(batch: Tree) -> str:
-    """Returns the dtypes and shapes of a batch, for messages."""
-    return str(
-        jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", batch)
-    )
-
-
 def _encode(value: Tree) -> object:
     if value is None:
         return None
@@ -135,14 +116,6 @@ def _encode(value: Tree) -> object:
     if type(value) in (list, tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_encode(item) for item in value]}
-    if hasattr(value, "_fields"):
-        named = type(value)
-        name = f"{named.__module__}:{named.__qualname__}"
-        # If the class cannot be found, this call raises an error in every
-        # process. Without this call, only processes without rows would look up
-        # the class later, and they would fail while the others wait for them.
-        _find_class(name)
-        return {"named": name, "items": [_encode(item) for item in value]}
     if not hasattr(value, "dtype"):
         raise TypeError(
             "With several processes, a batch must consist of nested dicts, "
@@ -153,16 +126,15 @@ def _encode(value: Tree) -> object:
     return {"dtype": str(value.dtype), "shape": list(np.shape(value)[1:])}
 
 
-def _decode(value: object, has_classes: bool) -> Tree:
+def _decode(value: object) -> Tree:
     if value is None:
         return None
-    keys: tuple[Any, ...] = ()
+    kind: tuple[str, ...] = ()
     if isinstance(value, dict):
-        keys = tuple(sorted(value))
-    form = _FORMS.get(keys)
+        kind = tuple(sorted(value))
     problem = "a part of it describes neither a nest nor an array"
-    if form is not None and (has_classes or keys != _NAMED):
-        problem = find_problem(value, form, "a part of it")
+    if kind in _FORMS:
+        problem = find_problem(value, _FORMS[kind], "a part of it")
     if problem is not None or not isinstance(value, dict):
         raise _make_error(str(problem))
     if "dtype" in value:
@@ -170,21 +142,15 @@ def _decode(value: object, has_classes: bool) -> Tree:
             return np.zeros((0, *value["shape"]), parse_dtype(value["dtype"]))
         except ValueError:
             raise _make_error("an array is too large") from None
-    decode = functools.partial(_decode, has_classes=has_classes)
-    if keys in (("dict",), ("ordered",)):
-        (pairs,) = value.values()
-        nest = collections.OrderedDict((k, decode(v)) for k, v in pairs)
-        if len(nest) < len(pairs):
-            raise _make_error("a key of a dict is repeated")
-        return nest if "ordered" in value else dict(nest)
-    items = map(decode, value[keys[0]])
-    if keys != _NAMED:
-        return list(items) if "list" in value else tuple(items)
-    named, items = _find_class(value["named"]), list(items)
-    if len(items) != len(_fields(named) or ()):
-        raise _make_error("a named tuple has the wrong number of fields")
-    # Not `named(*items)`: the class may define `__new__`.
-    return tuple.__new__(named, items)
+    (items,) = value.values()
+    if kind == ("list",):
+        return list(map(_decode, items))
+    if kind == ("tuple",):
+        return tuple(map(_decode, items))
+    nest = collections.OrderedDict((k, _decode(v)) for k, v in items)
+    if len(nest) < len(items):
+        raise _make_error("a key of a dict is repeated")
+    return nest if kind == ("ordered",) else dict(nest)
 
 
 def _make_error(problem: str) -> ValueError:
@@ -194,41 +160,3 @@ def _make_error(problem: str) -> ValueError:
         "Check that no other program uses the job's port, and that no file of "
         "the job was changed."
     )
-
-
-def _fields(named: object) -> tuple[str, ...] | None:
-    """Returns the names of a named tuple's fields; None for other classes."""
-    if not isinstance(named, type) or not issubclass(named, tuple):
-        return None
-    fields = inspect.getattr_static(named, "_fields", None)
-    is_named = isinstance(fields, tuple)
-    return fields if is_named and {*map(type, fields)} <= {str} else None
-
-
-def _find_class(name: object) -> type[tuple[Any, ...]]:
-    """Finds a named tuple class by a name that may come from another process.
-
-    The name is looked up in the namespaces of imported modules and their
-    classes: nothing is imported to find it, and no `__getattr__` is called.
-    """
-    if not isinstance(name, str) or len(name) > _MAX_NAME:
-        raise _make_error("the name of a named tuple's class is invalid")
-    module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):
-        held = vars(found) if isinstance(found, type | ModuleType) else {}
-        found = held.get(part)
-    is_it = (
-        _fields(found) is not None
-        and inspect.getattr_static(found, "__module__", None) == module
-        and found.__qualname__ == path
-    )
-    if not is_it:
-        raise TypeError(
-            "Every process must be able to find the class of a named tuple in "
-            "a batch, because processes without rows create empty batches. "
-            f"Received: a named tuple {ascii(path)}, which is not found in the "
-            f"module {ascii(module)}. Define it at the top level of a module "
-            "that all processes import, or yield plain tuples."
-        )
-    return found

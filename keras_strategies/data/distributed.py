@@ -144,13 +144,7 @@ class DistributedIterator:
                 source.end_epoch()
 
         return steps.prefetch(
-            epoch,
-            start,
-            place_batches,
-            num_bytes=lambda batch: sum(
-                leaf.nbytes for leaf in jax.tree.leaves(batch)
-            ),
-            is_pause=lambda batch: False,
+            epoch, start, place_batches, is_pause=lambda batch: False
         )
 
     def get_state(self) -> dict[str, Any]:
@@ -287,8 +281,6 @@ def count_rows(batch: HostBatch, mesh: ReplicaMesh) -> tuple[int, ...]:
 
 def _on_all_cores(leaf: np.ndarray, mesh: ReplicaMesh) -> jax.Array:
     """Copies all rows of an array to every core of the only replica."""
-    if mesh.num_processes == 1:
-        return jax.device_put(leaf, mesh.whole)
     return jax.make_array_from_callback(
         leaf.shape, mesh.whole, lambda index: leaf[index]
     )

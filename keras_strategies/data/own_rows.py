@@ -57,14 +57,12 @@ class ProcessRows:
         return Part(data=data, rows=rows, checksum=checksum)
 
 
-def stack_rows(rows: Sequence[Tree], fix: str, where: str = "") -> Tree:
+def stack_rows(rows: Sequence[Tree], fix: str) -> Tree:
     """Stacks rows into a batch.
 
     Args:
       rows: The rows, as nests of arrays with equal structure and shapes.
       fix: Advice to the user, which ends the error message if the rows differ.
-      where: A text that is inserted into the error message, to show where the
-        rows come from, such as ", from a file".
 
     Raises:
       ValueError: if the rows differ in structure or shape.
@@ -75,8 +73,7 @@ def stack_rows(rows: Sequence[Tree], fix: str, where: str = "") -> Tree:
         raise ValueError(
             "All rows of a batch must have the same structure and shapes. "
             "Received: rows with the shapes "
-            f"{[jax.tree.map(np.shape, row) for row in rows[:8]]}"
-            f"{where}. {fix}"
+            f"{[jax.tree.map(np.shape, row) for row in rows[:8]]}. {fix}"
         ) from error
 
 
@@ -117,7 +114,7 @@ class LoadedSource(Source):
     def summary(self) -> Summary:
         """See `Source.summary`."""
         summary = super().summary()
-        if not self._batches.is_by_rows:
+        if self.is_process_local or not self._batches.is_by_rows:
             return summary
         rows = self._batches.num_rows
         return dataclasses.replace(summary, reading=Reading.ROWS, num_rows=rows)
@@ -132,19 +129,3 @@ class LoadedSource(Source):
 def is_local(num_processes: int, policy: AutoShardPolicy) -> bool:
     """Returns whether the policy makes the data process-local."""
     return num_processes > 1 and policy is AutoShardPolicy.OFF
-
-
-def check_by_rows(policy: AutoShardPolicy, what: str) -> None:
-    """Raises ValueError for FILE and HINT, which do not divide batches by rows.
-
-    Args:
-      policy: The policy.
-      what: The kind of data, which begins the error message, such as "A grain
-        dataset".
-    """
-    if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
-        raise ValueError(
-            f"{what} must be divided by rows. Received: AutoShardPolicy."
-            f"{AutoShardPolicy(policy).name}. Use AUTO or DATA, or OFF if each "
-            "process has different rows."
-        )

@@ -2,7 +2,6 @@
 
 import collections
 import itertools
-import os
 import sys
 import threading
 import time
@@ -19,8 +18,8 @@ from keras_strategies.spmd.batches import num_rows
 
 Item = TypeVar("Item")
 
-_MEMORY_SHARE = 0.05
-_MAX_DEPTH = 4
+# Number of items that are made ahead of time.
+_DEPTH = 2
 _LAST_ITEM_S = 5.0
 # Switching threads takes 0.2 ms, and the prefetching thread competes with the
 # consumer for the interpreter. Items that take less time than this are
@@ -44,8 +43,6 @@ class Prefetched(Generic[Item]):
       items: The underlying iterator, which makes the items. If it has to wait
         for something, it must stop waiting once `stop` is set.
       stop: An event that is set when this object is closed.
-      num_bytes: A function that returns the memory used by an item, in bytes.
-        The larger the items, the fewer are made ahead of time.
       is_pause: A function that is called with an item. If it returns True, the
         next item is made only when it is requested, because it may never be
         needed.
@@ -56,12 +53,11 @@ class Prefetched(Generic[Item]):
         self,
         items: Iterator[Item],
         stop: threading.Event,
-        num_bytes: Callable[[Item], int],
         is_pause: Callable[[Item], bool],
         *,
         needs_thread: bool = True,
     ) -> None:
-        self._buffer = _Buffer(items, stop, num_bytes, is_pause)
+        self._buffer = _Buffer(items, stop, is_pause)
         self._thread = threading.Thread(
             target=self._buffer.fill,
             name="keras_strategies-prefetch",
@@ -142,7 +138,6 @@ class _Buffer(Generic[Item]):
         self,
         iterator: Iterator[Item],
         stop: threading.Event,
-        num_bytes: Callable[[Item], int],
         is_pause: Callable[[Item], bool],
     ) -> None:
         self.iterator = iterator
@@ -150,10 +145,8 @@ class _Buffer(Generic[Item]):
         self.num_requested = self.num_made = 0
         self.must_pause = self.is_over = False
         self._stop = stop
-        self._num_bytes = num_bytes
         self._changed = threading.Condition()
         self._items: collections.deque[Item] = collections.deque()
-        self._depth = 0  # Set when the size of the first item is known.
         self._error: BaseException | None = None
 
     def take(self) -> Item:
@@ -204,8 +197,6 @@ class _Buffer(Generic[Item]):
                 self._changed.notify_all()
 
     def _put(self, item: Item) -> None:
-        if not self._depth:
-            self._depth = _choose_depth(self._num_bytes(item))
         with self._changed:
             self.num_made += 1
             if not self._stop.is_set():
@@ -216,7 +207,7 @@ class _Buffer(Generic[Item]):
     def _wait_until_needed(self) -> bool:
         """Waits until another item is needed; returns False after `close`."""
         with self._changed:
-            if self.must_pause or len(self._items) >= self._depth:
+            if self.must_pause or len(self._items) >= _DEPTH:
                 self._changed.wait_for(self._may_continue)
             return not self._stop.is_set()
 
@@ -228,27 +219,13 @@ class _Buffer(Generic[Item]):
         return self._is_low()
 
     def _is_low(self) -> bool:
-        return len(self._items) <= self._depth // 2
+        return len(self._items) <= _DEPTH // 2
 
 
 def _close(iterator: object) -> None:
     close = getattr(iterator, "close", None)
     if close is not None:
         close()
-
-
-def _choose_depth(num_bytes: int) -> int:
-    """Returns the number of items to prefetch, given the size of one item.
-
-    The prefetched items together use at most `_MEMORY_SHARE` of the free
-    memory, but at least one item is prefetched.
-    """
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Unknown on this system.
-        return 2
-    fit = int(_MEMORY_SHARE * free / max(num_bytes, 1))
-    return min(max(fit, 1), _MAX_DEPTH)
 
 
 class Rebatcher:

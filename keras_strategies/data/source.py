@@ -5,7 +5,7 @@ import dataclasses
 import enum
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -19,17 +19,19 @@ from keras_strategies.spmd.batches import num_rows
 
 
 class Reading(enum.Enum):
-    """The way in which each process reads data that is not process-local.
+    """The way in which each process reads data.
 
     Attributes:
       ROWS: The process reads only its own rows.
       PIPELINE: The process reads all rows and discards the rows of the other
         processes.
+      LOCAL: The process reads rows that no other process reads.
       REPLICAS: The process reads an entire batch for each of its replicas.
     """
 
     ROWS = "each process reads only its own rows of each batch"
     PIPELINE = "each process runs the entire pipeline and uses only its rows"
+    LOCAL = "each process reads only its own files, shard or dataset"
     REPLICAS = "each replica gets entire batches from its process's dataset"
 
 
@@ -40,27 +42,17 @@ class Summary:
     Attributes:
       applied: The policy by which the data is divided among processes.
       reason: The reason for `applied`, as the end of a sentence: "because ...".
-      asked: The policy that the dataset or the user requested, if the source
-        knows it. If it is set, `applied` and `reason` are also valid for a job
-        with a single process.
       reading: How each process reads the data.
       num_rows: Number of rows in an epoch of `num_batches` batches, if known.
-      first_rows: Number of rows in the first batch, if known; other batches may
-        have more or fewer rows.
-      files: The files that each process reads, as far as this process knows
-        them.
+      files: The files of each process, if these are the same in each epoch.
       notes: Further remarks, as full sentences.
     """
 
     applied: AutoShardPolicy
     reason: str
-    asked: AutoShardPolicy | None = None
     reading: Reading = Reading.PIPELINE
     num_rows: int | None = None
-    first_rows: int | None = None
-    files: Mapping[int, tuple[str, ...]] = dataclasses.field(
-        default_factory=dict
-    )
+    files: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -215,6 +207,7 @@ class Source(abc.ABC):
             return Summary(
                 applied=AutoShardPolicy.OFF,
                 reason="each process has process-local rows",
+                reading=Reading.LOCAL,
             )
         return Summary(
             applied=AutoShardPolicy.DATA, reason="it is not split by files"
@@ -322,21 +315,6 @@ def take(
     if is_copied:
         batch = jax.tree.map(host_arrays.copy_if_mutable, batch)
     return Part(data=batch, rows=rows, checksum=checksum)
-
-
-def check_part(part: object, kind: str) -> Part:
-    """Returns `part` unchanged if a source has yielded a `Part`.
-
-    Raises:
-      TypeError: if `part` is not a `Part`.
-    """
-    if not isinstance(part, Part):
-        raise TypeError(
-            "A source must yield `ks.data.Part` objects. Received: an object "
-            f"of type {type(part).__name__} from {kind}. Yield "
-            "`ks.data.take(batch, cut)`, or a `ks.data.Part`."
-        )
-    return part
 
 
 def rows_checksum(batch: Tree, rows: Iterable[int]) -> int:

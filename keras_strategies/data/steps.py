@@ -21,7 +21,6 @@ from keras_strategies.data.source import (
     Part,
     Source,
     all_rows,
-    check_part,
     data_checksum,
 )
 from keras_strategies.data.step_checks import raise_everywhere
@@ -139,7 +138,6 @@ class Steps:
         start: int,
         make_items: Callable[[Iterator[HostBatch]], Iterator[Any]],
         *,
-        num_bytes: Callable[[Any], int],
         is_pause: Callable[[Any], bool],
     ) -> Iterator[Any]:
         """Makes items from an epoch's batches, ahead of time if that is faster.
@@ -149,7 +147,6 @@ class Steps:
           start: Number of steps to skip at the beginning.
           make_items: A function that converts an iterator over the batches of
             the steps to an iterator over items.
-          num_bytes: See `Prefetched`.
           is_pause: See `Prefetched`.
 
         Returns:
@@ -161,9 +158,7 @@ class Steps:
             # Slicing arrays takes less time than switching threads.
             return items
         needs_thread = self.mesh.num_processes > 1
-        return Prefetched(
-            items, stop, num_bytes, is_pause, needs_thread=needs_thread
-        )
+        return Prefetched(items, stop, is_pause, needs_thread=needs_thread)
 
     @property
     def _needs_no_exchange(self) -> bool:
@@ -172,8 +167,7 @@ class Steps:
 
     def _read_alone(self, epoch: int, start: int) -> Iterator[HostBatch]:
         size = self.source.batch_size
-        for read in self.source.read(epoch, start, all_rows):
-            part = check_part(read, self.source.kind)
+        for part in self.source.read(epoch, start, all_rows):
             size = size or part.rows
             yield HostBatch(
                 data=part.data,
@@ -372,7 +366,6 @@ class Steps:
                 part = next(parts, None)
             if part is None:
                 return None, {"rows": None}, None
-            part = check_part(part, self.source.kind)
             message = {
                 "rows": part.rows,
                 "spec": batch_spec.make_spec(part.data),

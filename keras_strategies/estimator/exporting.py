@@ -107,10 +107,9 @@ def write_features(model_dir: str, features: Tree) -> None:
     example = keras.tree.map_structure(
         functools.partial(_make_zeros, 0), features
     )
-    text = batch_spec.make_spec(example)
     try:
-        batch_spec.make_empty(text, has_classes=False)
-    except ValueError:
+        text = batch_spec.make_spec(example)
+    except TypeError:
         # Structures with named tuples are not written: a process in which their
         # classes are not defined could not read the file.
         return
@@ -135,7 +134,7 @@ def read_features(model_dir: str) -> Tree:
     if text is None:
         return None
     try:
-        return batch_spec.make_empty(text.decode("utf-8"), has_classes=False)
+        return batch_spec.make_empty(text.decode("utf-8"))
     except ValueError as error:
         _logger.warning(
             "The file %s is ignored, because it is not valid: %s", path, error

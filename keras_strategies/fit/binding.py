@@ -16,7 +16,7 @@ import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from keras_strategies._types import Batch, Tree
-from keras_strategies.fit import generating, scope_hooks, step_profiler
+from keras_strategies.fit import generating, scope_hooks
 from keras_strategies.fit.callbacks.callback_list import (
     close_reports,
     make_quiet_list,
@@ -172,8 +172,6 @@ class Binding:
             call.set(validation_data=self._make_validation_feed(call))
             call.set_feed(feed)
             stack.callback(close_reports, call["callbacks"])
-            per = self.model.steps_per_execution
-            stack.enter_context(step_profiler.profile_from_environment(per))
             self._build_on_feed("train", feed)
             is_together = read_variables_together(
                 self.model, call["callbacks"], self._mesh

@@ -12,31 +12,11 @@ import jax
 from keras_strategies.names.phases import (
     INPUT,
     PROGRAM,
-    read_steps,
     recording,
 )
 from keras_strategies.spmd.batches import Execution
 
 _logger = logging.getLogger(__name__)
-
-DIRECTORY = "KERAS_STRATEGIES_PROFILE_DIR"
-_DIRECTORY = "profile"
-
-
-def profile_from_environment(
-    steps_per_execution: int,
-) -> contextlib.AbstractContextManager[None]:
-    """Traces the steps of KERAS_STRATEGIES_PROFILE, if it is set.
-
-    Args:
-      steps_per_execution: The number of steps of a program.
-
-    Raises:
-      ValueError: if the variable is not valid.
-    """
-    steps = read_steps(os.environ)
-    directory = os.environ.get(DIRECTORY) or _DIRECTORY
-    return profile_steps(steps, directory, steps_per_execution)
 
 
 @contextlib.contextmanager
@@ -95,16 +75,14 @@ class StepProfiler:
     ) -> None:
         self._first, self._last = first, last
         number = jax.process_index()
-        self._directory = os.path.join(
-            os.path.abspath(directory), f"process_{number}"
-        )
         self._is_chief = number == 0
+        self._directory = os.path.abspath(f"{directory}/process_{number}")
         self._thread = threading.get_ident()
         self._open = threading.local()
         # The number of steps that have begun, and of those of a program.
         self._steps, self._together = 0, steps_per_execution
         self._is_active = self._has_ended = False
-        self._step: Any = None
+        self._step = contextlib.ExitStack()
         self._output: Any = None
 
     def begin(self, name: str) -> None:
@@ -140,9 +118,7 @@ class StepProfiler:
         return self._open.__dict__.setdefault("annotations", [])
 
     def _begin_step(self) -> None:
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
-            self._step = None
+        self._step.close()
         if self._has_ended:
             return
         if self._is_active and self._steps >= self._last:
@@ -152,10 +128,9 @@ class StepProfiler:
         ):
             self._start()
         if self._is_active:
-            self._step = jax.profiler.StepTraceAnnotation(
-                "train", step_num=self._steps + 1
-            )
-            self._step.__enter__()
+            number = self._steps + 1
+            step = jax.profiler.StepTraceAnnotation("train", step_num=number)
+            self._step.enter_context(step)
 
     def _start(self) -> None:
         options = jax.profiler.ProfileOptions()
@@ -193,9 +168,7 @@ class StepProfiler:
 
     def close(self) -> None:
         """Ends the trace if the loop has ended before its last step."""
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
-            self._step = None
+        self._step.close()
         if self._is_active:
             self._stop()
         elif not self._has_ended and self._is_chief:

@@ -1,12 +1,12 @@
 """Phases of training, such as reading a batch, whose times are recorded.
 
 Code marks what it does by `with Phase(INPUT):`. Nothing is measured unless a
-recorder listens (`ks.callbacks.RunReport`, KERAS_STRATEGIES_PROFILE).
+recorder listens (`ks.callbacks.RunReport`).
 """
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 INPUT = "input"
@@ -31,9 +31,6 @@ earlier one is awaited."""
 
 CALLBACKS = "callbacks"
 """Callbacks run in the thread of the training loop."""
-
-STEPS = "KERAS_STRATEGIES_PROFILE"
-"""The environment variable with the steps that each fit traces."""
 
 _STEPS = re.compile(r"(?P<first>\d{1,9})(:(?P<last>\d{1,9}))?", re.ASCII)
 _MAX_STEPS = 1000
@@ -113,14 +110,3 @@ def parse_steps(steps: object, name: str) -> tuple[int, int] | None:
         f"at the start of the fit, at most {_MAX_STEPS:,} steps. Received: "
         f"{steps!r:.100}. Pass, for example, '10:13'."
     )
-
-
-def read_steps(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Returns the first and the last step in the environment variable.
-
-    Returns None if it is not set, or is empty.
-
-    Raises:
-      ValueError: if the variable is not valid.
-    """
-    return parse_steps(environ.get(STEPS) or None, STEPS)

@@ -75,9 +75,7 @@ class RunReport(ReportCallback):
       verbose: Whether the chief prints the report at the end of `fit`.
       profile: The steps to trace with JAX's profiler, such as "10:13": the
         first and the last one, counted from 1 at the start of the fit. Each
-        process writes its trace to a directory `profile` in the directory. The
-        environment variable KERAS_STRATEGIES_PROFILE does the same for each
-        fit, without this callback.
+        process writes its trace to a directory `profile` in the directory.
 
     Raises:
       TypeError: if `directory` is not a path.

@@ -133,11 +133,6 @@ class Execution:
     place: tuple[int, int] | None = None
     logs: Any = None
 
-    @property
-    def num_bytes(self) -> int:
-        """The total number of bytes of the arrays, summed over all devices."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.segments))
-
 
 jax.tree_util.register_dataclass(
     Segment, data_fields=["data"], meta_fields=["rows", "steps", "parts"]

@@ -19,7 +19,6 @@ from keras_strategies.data.sources.from_function import (
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset
 from keras_strategies.fit.inputs import agree_source
 from keras_strategies.fit.inputs.choose_source import (
-    densify,
     make_dataset_source,
 )
 from keras_strategies.names import dry_run
@@ -291,7 +290,7 @@ class CustomLoops:
             mesh,
             "`distribute_datasets_from_function`",
             lambda _: FunctionSource(
-                dataset_fn, mesh, is_per_replica=is_per_replica, prepare=densify
+                dataset_fn, mesh, is_per_replica=is_per_replica
             ),
         )
         return self._make_distributed(source)
@@ -335,9 +334,8 @@ class CustomLoops:
     ) -> "InputExplanation":
         """Explains which process and replica reads which rows of a dataset.
 
-        Nothing is trained, and no process waits for another. At most the first
-        batch is read. An iterable is not read, because reading might consume
-        it; the table then contains "unknown".
+        Nothing is trained, no process waits for another, and no data is read:
+        what only the data could tell is "unknown".
 
         Args:
           dataset: Data for `fit` or `experimental_distribute_dataset`: a nest
@@ -349,11 +347,11 @@ class CustomLoops:
         Returns:
           An object that prints as a table: the policy that divides the data,
           its reason, and each replica's rows in a full batch and in the last
-          batch. Notebooks show it as an SVG picture (`_repr_svg_()`).
+          batch.
 
         Raises:
           TypeError: if `dataset` is not a dataset.
-          ValueError: if `batch_size` or `options` do not apply to `dataset`.
+          ValueError: if the policy does not apply to `dataset`.
 
         Example:
           ```python

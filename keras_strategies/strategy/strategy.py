@@ -316,10 +316,7 @@ class Strategy(CustomLoops, PlanMixin):
         variables = list(created) if model is None else all_variables(model)
         runtime = self._runtime
         partitioner = runtime.distribution.placements.partitioner
-        optimizer = getattr(model, "optimizer", None)
-        slots = optimizer.variables if optimizer else ()
-        table = describe_table(runtime.mesh, variables, partitioner, slots)
-        Console().print(table)
+        Console().print(describe_table(runtime.mesh, variables, partitioner))
 
     def __copy__(self) -> "Strategy":
         raise RuntimeError(

@@ -595,27 +595,6 @@ def test_names_that_keras_numbers_are_no_matter(tmp_path):
         np.testing.assert_array_equal(one.numpy(), two.numpy())
 
 
-class GetsAlone(keras.callbacks.Callback):
-    def get_state(self):
-        return {}
-
-
-class SetsAlone(keras.callbacks.Callback):
-    def set_state(self, state):
-        raise AssertionError
-
-
-@pytest.mark.parametrize("kind", [GetsAlone, SetsAlone])
-def test_a_callback_with_half_of_what_it_needs_is_reported(
-    runner, tmp_path, kind, caplog
-):
-    fit(runner, kind(), Checkpoint(tmp_path))
-    (text,) = [r.getMessage() for r in caplog.records]
-    missing = "set_state" if kind is GetsAlone else "get_state"
-    assert f"`{kind.__name__}`, which has no `{missing}`, " in text
-    fit(runner, kind(), Checkpoint(tmp_path), epochs=2)
-
-
 @pytest.mark.parametrize(
     ("other", "what"),
     few(

@@ -7,7 +7,6 @@ import tensorflow as tf
 from grain._src.python.dataset.transformations import batch as grain_batch
 from tensorboardX import record_writer
 
-from keras_strategies.data.grain import grain_rows
 from keras_strategies.data.grain.grain_data import GrainSource
 from keras_strategies.data.tfdata import tf_graph, tf_nodes
 
@@ -55,23 +54,7 @@ def test_batches_of_grain_tell_what_stacks_them():
     assert list(batches.parents) == [rows]
     own = rows.batch(2, batch_fn=np.stack)
     assert own._batch_fn is not grain_batch.make_batch
-    assert type(rows).__module__.startswith(grain_rows._OF_GRAIN)
     assert isinstance(rows._seed, int)
-
-
-def test_sources_of_grain_give_many_rows_at_once():
-    source = grain.MapDataset.source(np.arange(8))
-    assert type(source).__name__ == "SourceMapDataset"
-    assert hasattr(source, "_source")
-    assert hasattr(source, "_record_metrics")
-    assert grain_rows._reads_many(type(source))
-    mapped = source.map(lambda x: 2 * x)
-    assert list(mapped._parents) == [source]
-    assert mapped._getitems([1, 3]) == [2, 6]
-    stacked = grain_rows.find_stacked_rows(mapped.batch(4))
-    assert stacked is not None
-    assert stacked.many is not None
-    assert stacked.read([0, 2]) == [0, 4]
 
 
 NUMBERS = tf.data.Dataset.range(8)

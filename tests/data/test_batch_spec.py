@@ -4,7 +4,6 @@ import collections
 import contextlib
 import json
 import sys
-from typing import NamedTuple
 
 import jax
 import ml_dtypes
@@ -70,18 +69,12 @@ def test_it_is_shown_as_users_write_it():
     )
 
 
-class Named(NamedTuple):
-    b: np.ndarray
-    a: np.ndarray
-
-
 def test_nests_keep_their_kinds_and_order():
     """Or the leaves of a process without rows would be in another order."""
     arrays = np.ones((2, 3), "float32"), np.ones((2,), "int32")
     for batch in (
         collections.OrderedDict(b=arrays[0], a=arrays[1]),
-        Named(*arrays),
-        {"b": Named(*arrays), "a": [arrays[0]]},
+        {"b": arrays[1], "a": [arrays[0]]},
     ):
         made = batch_spec.make_empty(batch_spec.make_spec(batch))
         assert jax.tree.structure(made) == jax.tree.structure(batch)
@@ -96,11 +89,8 @@ def test_what_cannot_be_told_is_refused():
     with pytest.raises(TypeError, match="an object of type set"):
         batch_spec.make_spec((np.ones(2), {1}))
     own = collections.namedtuple("own", "a b")
-    with pytest.raises(TypeError, match="Received: a named tuple 'own'"):
+    with pytest.raises(TypeError, match="an object of type own"):
         batch_spec.make_spec(own(np.ones(2), np.ones(2)))
-    spec = batch_spec.make_spec(Named(np.ones(2), np.ones(2)))
-    with pytest.raises(TypeError, match="top level of a module"):
-        batch_spec.make_empty(spec.replace("Named", "Gone"))
 
 
 def spec_with(part):
@@ -143,7 +133,7 @@ FOREIGN = [
             LEAF | {"more": 1},
             {"named": 3, "items": []},
             {"named": "x" * 5000, "items": []},
-            {"named": f"{__name__}:Named", "items": [LEAF]},
+            {"named": "os:system", "items": [LEAF]},
         ],
     ),
 ]
@@ -155,86 +145,17 @@ def test_what_is_no_structure_is_refused(text):
         batch_spec.make_empty(text)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "os:system",
-        "subprocess:Popen",
-        "builtins:tuple",
-        "builtins:eval",
-        f"{__name__}:called",
-        f"{__name__}:Tricky",
-        f"{__name__}:Holder.Named",
-        f"{__name__}:json.loads",
-        "antigravity:fly_anim",
-        "keras_strategies:MirroredStrategy",
-        "",
-        ":",
-        "a:b:c",
-    ],
-)
-def test_a_class_is_neither_imported_nor_called(name):
-    before = set(sys.modules)
-    with pytest.raises(TypeError, match="top level of a module"):
-        batch_spec.make_empty(spec_with({"named": name, "items": [LEAF]}))
-    assert set(sys.modules) == before
-    assert not done
-
-
-done = []
-
-
-def called(*args):
-    done.append(args)
-
-
-class Tricky(tuple):
-    # A list: no named tuple.
-    _fields = ["a"]
-
-    def __new__(cls, *args):
-        done.append(args)
-        return tuple.__new__(cls, args)
-
-
-class Holder:
-    # Not its own name.
-    Named = Named
-
-
-class Counted(NamedTuple("Base", [("a", np.ndarray)])):
-    def __new__(cls, a):
-        done.append(a)
-        return super().__new__(cls, a)
-
-
-def test_a_named_tuple_is_made_without_its_own_code():
-    spec = batch_spec.make_spec(Counted(np.ones((2, 3))))
-    done.clear()
-    made = batch_spec.make_empty(spec)
-    assert type(made) is Counted
-    assert made.a.shape == (0, 3)
-    assert not done
-
-
-def test_files_name_no_classes():
-    spec = batch_spec.make_spec(Named(np.ones(2), np.ones(2)))
-    with pytest.raises(ValueError, match="This one is not"):
-        batch_spec.make_empty(spec, has_classes=False)
-
-
 def test_ten_thousand_damaged_structures_are_refused_or_read():
     random = np.random.default_rng(0)
     good = batch_spec.make_spec(
-        {"a": (np.ones((2, 3)), [np.ones(2, "int32")]), "b": Named(1.0 * X, X)}
+        {"a": (np.ones((2, 3)), [np.ones(2, "int32")]), "b": (1.0 * X, X)}
     )
     before = set(sys.modules)
     for _ in range(10_000):
         text = mutated(good, random)
-        with contextlib.suppress(ValueError, TypeError):
+        with contextlib.suppress(ValueError):
             batch_spec.make_empty(text)
     assert set(sys.modules) == before
-    assert not done
 
 
 X = np.ones((2, 1))

@@ -18,7 +18,6 @@ LIMIT = 60  # Seconds; nothing here takes so long.
 
 def prefetched(
     make,
-    num_bytes=lambda item: 8,
     is_pause=lambda item: False,
     needs_thread=True,
 ):
@@ -26,7 +25,6 @@ def prefetched(
     return Prefetched(
         make(stop.is_set),
         stop,
-        num_bytes=num_bytes,
         is_pause=is_pause,
         needs_thread=needs_thread,
     )
@@ -122,18 +120,10 @@ def test_an_error_comes_where_its_item_would_have():
         next(items)
 
 
-def test_an_error_of_a_size_is_raised():
-    def num_bytes(item):
-        raise OSError("no size")
-
-    with pytest.raises(OSError, match="no size"):
-        next(prefetched(Recorded(3), num_bytes=num_bytes))
-
-
 def test_no_more_than_the_depth_is_read_ahead():
     recorded = Recorded()
     items = prefetched(recorded)
-    depth = prefetch._choose_depth(8)
+    depth = prefetch._DEPTH
     for taken in range(1, 30):
         assert next(items) == taken - 1
         # More is read when half of what was read ahead is given out.
@@ -143,11 +133,6 @@ def test_no_more_than_the_depth_is_read_ahead():
         assert len(recorded.made) <= taken + depth
     items.close()
     assert len(recorded.made) <= taken + depth
-
-
-def test_large_items_are_read_one_by_one():
-    assert prefetch._choose_depth(1 << 60) == 1
-    assert prefetch._choose_depth(0) == prefetch._MAX_DEPTH
 
 
 def test_a_pause_lasts_until_the_next_item_is_asked_for():
@@ -323,7 +308,6 @@ from keras_strategies.data import prefetch
 items = prefetch.Prefetched(
     iter(range(9)),
     threading.Event(),
-    num_bytes=lambda item: 8,
     is_pause=lambda item: False,
     needs_thread={needs_thread},
 )

@@ -84,14 +84,6 @@ def infinite(directory):
     fit(grain.MapDataset.source(rows).batch(8).repeat(), None, shuffle=False)
 
 
-def two_structures(directory):
-    def batches():
-        yield X[:4], Y[:4]
-        yield (X[:4],)
-
-    fit(batches(), None)
-
-
 def value_in_run(directory):
     def fn(x):
         return 1 if x > 0 else 2
@@ -294,7 +286,6 @@ CASES = {
     "Every array of a batch must": scalar_of_a_batch,
     "The arrays of a batch must contain": lambda _: fit(X.astype(object), Y),
     "Training, evaluation and prediction": nothing,
-    "All batches must have the same": two_structures,
     "The dataset repeats forever": infinite,
     "`class_weight` needs batches": weights_twice,
     "A function given to `run` is traced": value_in_run,

@@ -31,44 +31,6 @@ def then(other, *, epoch):
     return make_iter(*batches)
 
 
-CHANGED = {
-    "structure": (X[:4], Y[:4], np.ones(4, "float32")),
-    "dict": ({"x": X[:4]}, Y[:4]),
-    "dtype": (X[:4].astype("int32"), Y[:4]),
-    "rank": (X[:4, :, None], Y[:4]),
-}
-
-
-@no_shuffle
-@pytest.mark.parametrize(
-    ("steps", "kind", "epoch"), combine([1, 3], CHANGED, [0, 1], every=4)
-)
-def test_a_batch_that_changes_is_refused(kind, epoch, steps):
-    model = compiled(mirrored(2))
-    model.steps_per_execution = steps
-    with pytest.raises(ValueError, match="same structure") as caught:
-        model.fit(
-            then(CHANGED[kind], epoch=epoch),
-            epochs=2,
-            steps_per_epoch=3,
-            verbose=0,
-        )
-    assert_text(caught, "float32[4, 3]", f"batch {3 * epoch + 1}")
-    good_steps = 3 * epoch + (1 if steps == 1 else 0)
-    assert int(model.optimizer.iterations) == good_steps
-    assert_usable(model)
-
-
-@no_shuffle
-@pytest.mark.parametrize("loop", ["evaluate", "predict"])
-def test_a_batch_that_changes_is_refused_elsewhere_too(loop, model):
-    before = model.get_weights()
-    with pytest.raises(ValueError, match="same structure"):
-        getattr(model, loop)(then(CHANGED["rank"], epoch=0), verbose=0)
-    assert_same(before, model.get_weights(), tolerance=0)
-    assert_usable(model)
-
-
 @no_shuffle
 def test_a_wrong_number_of_features_leaves_the_model_usable(model):
     wrong = (np.zeros((4, 5), "float32"), Y[:4])

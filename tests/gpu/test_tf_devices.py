@@ -63,21 +63,6 @@ def test_gpus_are_hidden_when_a_strategy_uses_gpus():
 
 
 @pytest.mark.slow
-def test_gpus_are_hidden_before_tfrecords_are_read(tmp_path):
-    path = tmp_path / "a.tfrecord"
-    assert run(f"""
-    from keras_strategies.data.sources.file_rows import _read_tfrecords
-    pretend()
-    sys.modules["other"] = sys.modules.pop("tensorflow")  # Not imported yet.
-    topology_devices.note_platform("gpu")
-    sys.modules["tensorflow"] = sys.modules.pop("other")
-    print(visible())
-    open({str(path)!r}, "wb").close()
-    print(list(_read_tfrecords({str(path)!r})), visible())
-    """) == ["1", "[]", "0"]
-
-
-@pytest.mark.slow
 def test_gpus_in_use_are_reported_with_the_fix():
     assert run("""
     dataset = tf.data.Dataset.from_tensor_slices(np.ones((8, 2))).batch(4)

@@ -1,4 +1,4 @@
-"""`RunReport(profile=...)` and the variable: traces of some steps."""
+"""`RunReport(profile=...)`: traces of some steps."""
 
 import glob
 import gzip
@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.fit.step_profiler import DIRECTORY
-from keras_strategies.names.phases import STEPS, parse_steps
+from keras_strategies.names.phases import parse_steps
 
 
 def make_model(strategy, **options):
@@ -63,13 +62,6 @@ def test_the_steps_are_traced_with_their_phases(tmp_path, capsys):
         assert step["ts"] <= read["ts"] <= step["ts"] + step["dur"]
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("Steps 3 to 5 were traced to ")
-
-
-def test_the_variable_traces_a_script_as_it_is(tmp_path, monkeypatch):
-    monkeypatch.setenv(STEPS, "10")
-    monkeypatch.setenv(DIRECTORY, str(tmp_path / "traces"))
-    fit()
-    assert steps_in(tmp_path / "traces") == [10]
 
 
 def test_programs_of_several_steps_are_traced_whole(tmp_path):
@@ -148,12 +140,6 @@ def test_another_trace_is_left_alone(tmp_path, caplog):
 def test_wrong_steps_are_refused_at_once(steps):
     with pytest.raises(ValueError, match="must be the first and the last step"):
         ks.callbacks.RunReport("run", profile=steps)
-
-
-def test_a_wrong_variable_is_refused_before_a_step(monkeypatch):
-    monkeypatch.setenv(STEPS, "5:1")
-    with pytest.raises(ValueError, match=f"^{STEPS} must be"):
-        fit()
 
 
 def test_traces_need_a_directory():

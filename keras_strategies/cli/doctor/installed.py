@@ -27,7 +27,6 @@ from keras_strategies.cluster.spec import TaskInfo
 from keras_strategies.gpu.xla_flags import read_flags
 from keras_strategies.job import compilation_cache, mutual_tls
 from keras_strategies.names import versions
-from keras_strategies.names.phases import read_steps
 from keras_strategies.names.versions import is_switched_on
 
 MIN_PYTHON = (3, 11)
@@ -172,7 +171,7 @@ def split_flags(text: str) -> list[str]:
 
 def _check_values(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yields the errors that other modules raise for values of variables."""
-    for read in (read_flags, read_secret, read_timeout, read_steps):
+    for read in (read_flags, read_secret, read_timeout):
         try:
             read(environ)
         except ValueError as error:

@@ -1,33 +1,29 @@
 """The source that reads the files of `ks.data.files`."""
 
 import dataclasses
-import functools
 import warnings
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from keras_strategies._types import Tree
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.own_rows import ProcessRows
+from keras_strategies.data.prefetch import Rebatcher
 from keras_strategies.data.source import (
     Cut,
     Part,
-    Reading,
     Source,
     Summary,
     all_rows,
+    take,
 )
 from keras_strategies.data.sources.file_rows import (
-    ArrayRows,
-    RecordRows,
-    count_array_rows,
-    count_records,
-    iterate_batches,
+    count_rows,
+    read_files,
+    shuffle_windows,
 )
-from keras_strategies.data.sources.files import ARRAYS, Files
+from keras_strategies.data.sources.files import Files
+from keras_strategies.spmd.batches import num_rows
 
 
 class FilesSource(Source):
@@ -44,8 +40,8 @@ class FilesSource(Source):
         least one file for each process, else DATA.
 
     Raises:
-      ValueError: if the policy is HINT; if it is FILE and there are fewer files
-        than processes; or if the files do not contain the same arrays.
+      ValueError: if the policy is FILE and there are fewer files than
+        processes.
       OSError: if a file could not be read.
     """
 
@@ -69,31 +65,23 @@ class FilesSource(Source):
             num_processes > 1 and policy is AutoShardPolicy.OFF
         )
         self.batch_size = data.batch_size
-        self._counts: dict[str, int] = {}
-        if data.reader in ARRAYS:
-            self._counts = count_array_rows(data)
-        elif data.count is not False and not self.is_process_local:
-            self._counts = {p: count_records(data, p) for p in data.paths}
+        self._counts = count_rows(data)
         if self._counts and not self.is_process_local:
             whole, rest = divmod(sum(self._counts.values()), data.batch_size)
             self.num_batches = whole + bool(rest and not data.drop_remainder)
 
     def summary(self) -> Summary:
         """See `Source.summary`."""
-        summary, data = super().summary(), self._data
-        files = dict.fromkeys(range(self._num_processes), data.paths)
+        changed: dict[str, Any] = {}
         if self._is_by_file:
-            files = {process: self.assigned_files(process) for process in files}
-            reason = "there is a file for each process"
-            summary = Summary(applied=AutoShardPolicy.FILE, reason=reason)
-        is_array = data.reader in ARRAYS
-        note = "The files are shuffled again in each epoch."
+            changed["applied"] = AutoShardPolicy.FILE
+            changed["reason"] = "there is a file for each process"
+        if not self._data.window:
+            processes = range(self._num_processes)
+            changed["files"] = tuple(map(self.assigned_files, processes))
+        num_rows = sum(self._counts.values()) or None
         return dataclasses.replace(
-            summary,
-            reading=Reading.ROWS if is_array else Reading.PIPELINE,
-            num_rows=sum(self._counts.values()) or None,
-            files=files,
-            notes=(note,) if data.window else (),
+            super().summary(), num_rows=num_rows, **changed
         )
 
     @property
@@ -133,52 +121,43 @@ class FilesSource(Source):
         if self.is_process_local:
             cut = all_rows
         paths = self.assigned_files(self._process_index, epoch)
-        kind = ArrayRows if data.reader in ARRAYS else RecordRows
-        rows = kind(data, paths, self._counts)
-        key, process_rows = (self._seed, epoch, reader), ProcessRows()
-        drawn = iterate_batches(rows, start * size, size, data.window, key)
-        for batch in drawn:
-            if len(batch) < size and data.drop_remainder:
+        if data.window:
+            key = self._seed, epoch, reader
+            rows = shuffle_windows(data, paths, self._counts, start * size, key)
+        else:
+            rows = read_files(data, paths, self._counts, start * size)
+        batches = Rebatcher(rows)
+        while (batch := batches.take(size)) is not None:
+            if data.drop_remainder and num_rows(batch) < size:
                 return
-            ends = f"{rows.label(batch[0])} {rows.label(batch[-1])}"
-            read = functools.partial(_read, rows, batch)
-            checksum = zlib.crc32(ends.encode())
-            yield process_rows.make_part(read, len(batch), cut, checksum)
-
-
-def _read(
-    rows: ArrayRows | RecordRows, batch: list[Any], begin: int, end: int
-) -> Tree:
-    return rows.read(batch[begin:end])
+            yield take(
+                batch,
+                cut,
+                has_checksums=self._num_processes > 1,
+                is_copied=True,
+            )
 
 
 def _is_by_file(
     data: Files, num_processes: int, policy: AutoShardPolicy
 ) -> bool:
     """Returns whether each process reads entire files, as under FILE."""
-    if policy is AutoShardPolicy.HINT:
-        raise ValueError(
-            "HINT needs a `tf.data.Dataset` with `shard(SHARD_HINT, ...)`. "
-            "`ks.data.files` has none. Use AUTO, FILE, DATA or OFF."
-        )
     by_rows = (AutoShardPolicy.DATA, AutoShardPolicy.OFF)
     if num_processes == 1 or policy in by_rows:
         return False
     if len(data.paths) >= num_processes:
         return True
-    reason = (
+    problem = (
         "To divide a dataset by files, there must be at least one file for "
         "each process. Received: "
         f"{len(data.paths)} files for {num_processes} processes. "
     )
     if policy is AutoShardPolicy.FILE:
-        raise ValueError(f"{reason}Write more files, or use AUTO or DATA.")
-    cost = "opens all files and reads its own rows of each batch"
-    if data.reader not in ARRAYS:
-        cost = "reads all files and uses only its own rows of each batch"
+        raise ValueError(f"{problem}Write more files, or use AUTO or DATA.")
     warnings.warn(
-        f"{reason}AutoShardPolicy.AUTO becomes DATA: each process "
-        f"{cost}. Write more files, or set AutoShardPolicy.DATA.",
+        f"{problem}AutoShardPolicy.AUTO becomes DATA: each process reads all "
+        "files and uses only its own rows of each batch. Write more files, or "
+        "set AutoShardPolicy.DATA.",
         stacklevel=4,
     )
     return False

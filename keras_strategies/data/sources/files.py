@@ -2,7 +2,6 @@
 
 import dataclasses
 import glob
-import importlib.util
 import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +14,6 @@ from keras_strategies._types import Tree
 Reader = str | Callable[[str], Iterable[Tree]]
 
 ARRAYS = ("npz", "npy")
-RECORDS = ("text", "tfrecord")
 _WINDOW = 10_000
 
 
@@ -41,50 +39,24 @@ class Files:
     reader: Reader
     batch_size: int
     keys: str | tuple[str, ...] | None = None
-    parse: Callable[[Any], Tree] | None = None
-    count: Callable[[str], int] | bool = False
     window: int = 0
     seed: int | None = None
     drop_remainder: bool = False
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
+        if self.batch_size < 1 or self.window < 0:
             raise ValueError(
-                "`batch_size` must be positive. Received: "
-                f"{self.batch_size}. Pass the number of rows in a global batch."
+                "`batch_size` and `shuffle`, if it is a number of rows, must "
+                f"be positive. Received: batch_size={self.batch_size}, "
+                f"shuffle={self.window}. Pass the number of rows in a global "
+                "batch, and True to shuffle."
             )
-        if self.window < 0:
+        if not callable(self.reader) and self.reader not in ARRAYS:
             raise ValueError(
-                "`shuffle` must be True, False or a positive number of rows. "
-                f"Received: {self.window}. Pass True to shuffle within windows "
-                f"of {_WINDOW} rows."
-            )
-        if not callable(self.reader) and self.reader not in ARRAYS + RECORDS:
-            raise ValueError(
-                "`reader` must be one of 'npz', 'npy', 'text', 'tfrecord' or "
-                f"a function of a path. Received: {self.reader!r}. For other "
-                "formats, pass a function that is called with a path and "
-                "yields rows."
-            )
-        if (self.reader in RECORDS) != (self.parse is not None):
-            raise ValueError(
-                "`parse` must be set for 'text' and 'tfrecord' files, and only "
-                f"for these. Received: reader={self.reader!r}, "
-                f"parse={self.parse!r}. For these files, pass a function that "
-                "converts a str ('text') or bytes ('tfrecord') to a nest of "
-                "arrays. For other files, omit `parse`."
-            )
-        if self.keys is not None and self.reader != "npz":
-            raise ValueError(
-                "`keys` can only be used for 'npz' files. Received: "
-                f"reader={self.reader!r}, keys={self.keys!r}. Omit `keys`."
-            )
-        if self.reader == "tfrecord" and not importlib.util.find_spec(
-            "tensorflow"
-        ):
-            raise ImportError(
-                "Reading TFRecord files needs TensorFlow, which is not "
-                "installed. Run `pip install tensorflow-cpu`."
+                "`reader` must be 'npz', 'npy' or a function of a path. "
+                f"Received: {self.reader!r}. For other formats, pass a "
+                "function that is called with a path and yields rows, or a "
+                "`tf.data.Dataset` in place of `ks.data.files`."
             )
 
 
@@ -94,8 +66,6 @@ def files(
     *,
     batch_size: int,
     keys: str | Sequence[str] | None = None,
-    parse: Callable[[Any], Tree] | None = None,
-    count: Callable[[str], int] | bool = False,
     shuffle: bool | int = False,
     seed: int | None = None,
     drop_remainder: bool = False,
@@ -105,31 +75,24 @@ def files(
     The rows of all files form one sequence: the files in sorted order, and the
     rows of each file in order. If there are several processes and at least as
     many files, each process reads entire files (`AutoShardPolicy.AUTO` and
-    `FILE`). Otherwise (`DATA`) each process uses its own rows of every batch of
-    the sequence. From uncompressed "npz" and "npy" files it reads only these
-    rows. From other files it reads all rows, but parses only its own.
+    `FILE`). Otherwise (`DATA`) each process reads all files and uses its own
+    rows of every batch of the sequence.
 
     Args:
       pattern: A path, a glob ("**" matches any directories), or several paths.
       reader: The format of the files. "npz": arrays of equal length, where each
-        batch is a dict of arrays (or see `keys`). "npy": one array. "text":
-        lines. "tfrecord": records. For other formats, pass a function that is
-        called with a path and yields rows. It must yield them in the same order
-        in every call, and each row in new arrays.
+        batch is a dict of arrays (or see `keys`). "npy": one array, which is
+        memory-mapped. For other formats, pass a function that is called with a
+        path and yields rows: nests of arrays with the same structure and shapes
+        in all rows. It must yield them in the same order in every call, and
+        each row in new arrays.
       batch_size: Number of rows in a global batch.
       keys: The names of the arrays in "npz" files that form a batch. With
         several names, a batch is a tuple of these arrays; with one name (a
         str), it is the array itself.
-      parse: A function that converts a line (str) or a record (bytes) to a row:
-        a nest of arrays with the same structure and shapes in all rows.
-      count: A function that is called with a path and returns the number of
-        rows in that file; or True to count the rows by reading each file once
-        more, in every process. Then the length of the dataset is known in
-        advance, and resuming does not open files that were already used. For
-        "npz" and "npy" files the numbers of rows are always known.
       shuffle: Whether to shuffle the files in each epoch, and to shuffle the
         rows within windows of 10000 consecutive rows. An int sets another
-        window size. All records of a window are in memory at the same time.
+        window size. All rows of a window are in memory at the same time.
       seed: The seed for shuffling. The order of the rows depends only on the
         seed and the epoch.
       drop_remainder: Whether to drop the last batch if it has fewer rows. If
@@ -154,8 +117,6 @@ def files(
         reader=reader,
         batch_size=batch_size,
         keys=keys if isinstance(keys, str | None) else tuple(keys),
-        parse=parse,
-        count=count,
         window=_WINDOW if shuffle is True else int(shuffle),
         seed=seed,
         drop_remainder=drop_remainder,
@@ -169,13 +130,12 @@ def _find_files(pattern: Any) -> tuple[str, ...]:
     if is_one and not os.path.lexists(pattern):
         matches = glob.glob(paths[0], recursive=True)
         paths = [path for path in matches if os.path.isfile(path)]
-    for path in paths:
-        if not os.path.isfile(path):
-            raise FileNotFoundError(
-                f"Every path must be a file. Received: {path}, which is "
-                f"{'a directory' if os.path.isdir(path) else 'missing'}. Pass "
-                "existing files, or a glob such as 'directory/*.npz'."
-            )
+    missing = [path for path in paths if not os.path.isfile(path)]
+    if missing:
+        raise FileNotFoundError(
+            f"Every path must be an existing file. Received: {missing[0]}. "
+            "Pass files, or a glob such as 'directory/*.npz'."
+        )
     if not paths:
         raise ValueError(
             "A dataset of files needs at least one file. Received: "

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -74,8 +73,6 @@ class FunctionSource(Source):
       dataset_fn: The function that creates a dataset.
       mesh: The mesh of the replicas.
       is_per_replica: Whether `dataset_fn` is called once for each replica.
-      prepare: A function that is applied to each dataset; its result is the
-        dataset that is read.
 
     Raises:
       TypeError: if `dataset_fn` is not callable, or returns an object that does
@@ -91,7 +88,6 @@ class FunctionSource(Source):
         mesh: ReplicaMesh,
         *,
         is_per_replica: bool = False,
-        prepare: Callable[[Any], Any] = lambda dataset: dataset,
     ) -> None:
         if not callable(dataset_fn):
             raise TypeError(
@@ -117,7 +113,7 @@ class FunctionSource(Source):
         self._datasets = []
         for i in pipelines:
             place = dataclasses.replace(context, input_pipeline_id=i)
-            self._datasets.append(prepare(dataset_fn(place)))
+            self._datasets.append(dataset_fn(place))
             check_batches(self._datasets[-1])
 
     def summary(self) -> Summary:

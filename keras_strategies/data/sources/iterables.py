@@ -3,13 +3,18 @@
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import numpy as np
 
 from keras_strategies._types import Dataset, Tree
 from keras_strategies.data.source import Cut, Part, Source, take
+
+
+def to_arrays(batch: Tree) -> Tree:
+    """Converts the leaves of a batch to NumPy arrays."""
+    return jax.tree.map(np.asarray, batch)
 
 
 class IterableSource(Source):
@@ -22,6 +27,7 @@ class IterableSource(Source):
       is_process_local: Whether each process's iterable yields different rows.
       has_checksums: Whether processes compare checksums of their batches; see
         `take`.
+      convert: A function that converts a batch to arrays.
     """
 
     kind = "an iterable"
@@ -32,8 +38,10 @@ class IterableSource(Source):
         *,
         is_process_local: bool,
         has_checksums: bool,
+        convert: Callable[[Tree], Tree] = to_arrays,
     ) -> None:
         check_batches(dataset)
+        self._convert = convert
         self._dataset = dataset
         self.is_process_local = is_process_local
         self._has_checksums = has_checksums and not is_process_local
@@ -42,7 +50,7 @@ class IterableSource(Source):
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""
         del epoch
-        batches = host_batches(self._dataset)
+        batches = host_batches(self._dataset, self._convert)
         if isinstance(self._dataset, Iterator):
             batches = self._replay_peeked(batches)
         for batch in itertools.islice(batches, start, None):
@@ -62,19 +70,21 @@ class IterableSource(Source):
         yield from batches
 
 
-def host_batches(dataset: Dataset) -> Iterator[Tree]:
-    """Returns an iterator over a dataset's batches as numpy arrays."""
+def host_batches(
+    dataset: Dataset, convert: Callable[[Tree], Tree] = to_arrays
+) -> Iterator[Tree]:
+    """Returns an iterator over a dataset's batches as arrays on the host."""
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and isinstance(dataset, tensorflow.data.Dataset):
         return dataset.as_numpy_iterator()
     if hasattr(dataset, "on_epoch_end") and hasattr(dataset, "__getitem__"):
         return _iterate_py_dataset(dataset)
-    return (jax.tree.map(np.asarray, batch) for batch in dataset)
+    return map(convert, dataset)
 
 
 def _iterate_py_dataset(dataset: Dataset) -> Iterator[Tree]:
     for index in range(len(dataset)):
-        yield jax.tree.map(np.asarray, dataset[index])
+        yield to_arrays(dataset[index])
     dataset.on_epoch_end()
 
 
@@ -86,16 +96,13 @@ def check_batches(dataset: object) -> None:
             f"{dataset!r}. To read files, pass `ks.data.files(path, reader, "
             "batch_size=...)`."
         )
-    if isinstance(dataset, np.ndarray | jax.Array | dict | tuple | list):
-        raise TypeError(
-            "A dataset must yield global batches. Received: "
-            f"an object of type {type(dataset).__name__}. To divide arrays "
-            "into batches, use "
-            "`experimental_make_numpy_dataset(arrays).batch(batch_size)`."
-        )
-    if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
+    is_array = isinstance(dataset, np.ndarray | jax.Array | dict | tuple | list)
+    is_read = hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
+    if is_array or not is_read:
         raise TypeError(
             "A dataset must yield global batches. Received: an object of type "
-            f"{type(dataset).__name__}, which is not iterable. Pass a "
-            "tf.data.Dataset, a keras PyDataset or an iterable of batches."
+            f"{type(dataset).__name__}. Pass a tf.data.Dataset, a keras "
+            "PyDataset or an iterable of batches. To divide arrays into "
+            "batches, use "
+            "`experimental_make_numpy_dataset(arrays).batch(batch_size)`."
         )

@@ -11,12 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from keras_strategies._types import Array, Batch, Dataset, Tree
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.own_rows import LoadedSource, check_by_rows, is_local
+from keras_strategies.data.own_rows import LoadedSource, is_local
 from keras_strategies.data.source import Cut, Part, take
 
 _Key = tuple[int, ...]
@@ -51,7 +50,7 @@ class TorchSource(LoadedSource):
         and the loader's batch size is per process, as in torch.
 
     Raises:
-      ValueError: if the policy or the `DistributedSampler` is not suitable.
+      ValueError: if the `DistributedSampler` is not suitable.
     """
 
     kind = "torch dataset"
@@ -67,7 +66,6 @@ class TorchSource(LoadedSource):
         seed: int = 0,
         policy: AutoShardPolicy = AutoShardPolicy.AUTO,
     ) -> None:
-        check_by_rows(policy, "A torch dataset")
         loader = data
         if not isinstance(data, _data().DataLoader):
             loader = _data().DataLoader(data, batch_size=batch_size or 32)
@@ -95,10 +93,15 @@ class TorchSource(LoadedSource):
 
 
 def is_torch(data: object) -> bool:
-    """Returns whether an object is a torch `DataLoader` or `Dataset`."""
-    return "torch" in sys.modules and isinstance(
-        data, _data().DataLoader | _data().Dataset
-    )
+    """Returns whether an object is a torch `DataLoader` or map-style dataset.
+
+    Another iterable dataset may yield batches, as other iterables do.
+    """
+    if "torch" not in sys.modules:
+        return False
+    is_iterable = isinstance(data, _data().IterableDataset)
+    is_ours = isinstance(data, _data().DataLoader | _data().Dataset)
+    return is_ours and not is_iterable
 
 
 class _IndexedBatches:
@@ -180,9 +183,6 @@ class _IndexedBatches:
     ) -> Iterator[Any]:
         """Returns an iterator over collated batches of the items at `keys`."""
         user = self._loader
-        is_plain = self.is_by_rows and not user.num_workers
-        if is_plain and type(user.dataset) is _data().TensorDataset:
-            return _read_rows(_to_arrays(user.dataset.tensors), keys)
         # Random augmentation must differ between processes that read different
         # rows, but be the same if all processes read entire batches.
         key = (self.seed, epoch, 1 + self._process_index * self.is_by_rows)
@@ -358,14 +358,6 @@ def _seed_each(
         yield item
 
 
-def _read_rows(arrays: Tree, keys: Iterator[Any]) -> Iterator[Tree]:
-    """Yields the batches that collating would yield, by indexing arrays."""
-    for wanted in keys:
-        is_range = isinstance(wanted, range)
-        rows = slice(wanted.start, wanted.stop) if is_range else list(wanted)
-        yield tuple(array[rows] for array in arrays)
-
-
 def _to_arrays(batch: Batch) -> Tree:
     """Converts a batch to arrays, and a top-level list to a tuple for `fit`."""
     batch = jax.tree.map(_to_array, batch)
@@ -379,16 +371,4 @@ def _to_array(leaf: Array) -> Tree:
         return _to_arrays(dict(leaf))
     if not isinstance(leaf, torch.Tensor):
         return leaf if isinstance(leaf, str) else np.asarray(leaf)
-    if leaf.layout is not torch.strided or leaf.is_nested:
-        raise ValueError(
-            "Batches must contain dense tensors. Received: "
-            f"a {'nested ' * leaf.is_nested}tensor with layout {leaf.layout}. "
-            "Call `.to_dense()` or pad it, in the dataset or in `collate_fn`."
-        )
-    leaf = leaf.detach().cpu()
-    name = str(leaf.dtype).removeprefix("torch.")
-    # numpy has no bfloat16 or float8, so ml_dtypes' types are used for these.
-    if not leaf.is_floating_point() or not hasattr(ml_dtypes, name):
-        return leaf.numpy()
-    same_size = {1: torch.uint8, 2: torch.int16}[leaf.element_size()]
-    return leaf.view(same_size).numpy().view(getattr(ml_dtypes, name))
+    return leaf.detach().cpu().numpy()

@@ -16,18 +16,19 @@ from keras_strategies._types import Dataset, Tree
 from keras_strategies.cluster.exchange.message_forms import Either, find_problem
 from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.data.options import AutoShardPolicy
-from keras_strategies.data.source import Cut, Part, Source, Summary, take
-from keras_strategies.data.tfdata.tf_files import (
-    find_damage,
-    find_part_files,
-    find_texts,
+from keras_strategies.data.source import (
+    Cut,
+    Part,
+    Reading,
+    Source,
+    Summary,
+    take,
 )
 from keras_strategies.data.tfdata.tf_graph import Graph, tensorflow, write_graph
 from keras_strategies.data.tfdata.tf_nodes import (
     changes_rows,
     draws_order,
     find_hints,
-    find_known_rows,
     guess_batch_size,
     has_variables,
     is_plain,
@@ -105,8 +106,7 @@ class TfDataSource(Source):
         None if no other process does.
 
     Attributes:
-      plan: A `Summary` of how the dataset is divided, and why. The result of
-        `summary` also contains the numbers of rows.
+      plan: A `Summary` of how the dataset is divided, and why.
       is_infinite: Whether the dataset certainly never ends.
 
     Raises:
@@ -155,8 +155,6 @@ class TfDataSource(Source):
         if graph is not None and (not is_alone or _is_seeded(graph)):
             self._seed = seed
             self._epochs = self._make_epochs(graph, seed=seed)
-        if split is not None and self._epochs is not None:
-            self._name_files(self._epochs)
 
     def _note_sizes(self, dataset: Dataset) -> None:
         self.batch_size = _find_batch_size(dataset)
@@ -166,19 +164,11 @@ class TfDataSource(Source):
         if count >= 0 and not self.is_process_local:
             self.num_batches = count
 
-    def _name_files(self, epochs: EpochDatasets) -> None:
-        """Adds the names of this process's files to the plan, if known."""
-        first, _ = epochs.make_graph(0)
-        if (files := find_part_files(first)) is not None:
-            named = {self._process_index: files}
-            self.plan = dataclasses.replace(self.plan, files=named)
-
     def summary(self) -> Summary:
         """See `Source.summary`."""
         if self.is_process_local:
-            return self.plan
-        first, rows = find_known_rows(self._dataset)
-        return dataclasses.replace(self.plan, num_rows=rows, first_rows=first)
+            return dataclasses.replace(self.plan, reading=Reading.LOCAL)
+        return self.plan
 
     @property
     def has_own_seeds(self) -> bool:
@@ -215,11 +205,7 @@ class TfDataSource(Source):
         )
 
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
-        """See `Source.read`.
-
-        Raises:
-          OSError: if a file is missing, damaged or truncated.
-        """
+        """See `Source.read`."""
         dataset, kept = self._dataset, None
         if self._epochs is not None:
             dataset, kept = self._epochs.make_dataset(epoch)
@@ -235,33 +221,13 @@ class TfDataSource(Source):
         # closes generators.
         let_go = _let_go
         try:
-            for batch in self._read_batches(held[0]):
+            for batch in held[0]:
                 if self.is_process_local:
                     yield Part(data=batch, rows=num_rows(batch))
                 else:
                     yield take(batch, cut, has_checksums=self._has_checksums)
         finally:
             let_go(held)
-
-    def _read_batches(self, iterator: Iterator[Tree]) -> Iterator[Tree]:
-        """Yields batches; names the damaged file in an error of TensorFlow.
-
-        TensorFlow's errors name a file that is missing or cannot be read.
-        """
-        try:
-            yield from iterator
-        except tensorflow().errors.DataLossError as error:
-            graph = write_graph(self._dataset)
-            files = self.plan.files.get(self._process_index, ())
-            texts = () if graph is None else find_texts(graph)
-            received = find_damage((*files, *texts))
-            if received is None:
-                raise
-            raise OSError(
-                "The files of a dataset must exist and be complete. Received: "
-                f"{received}. Write the file again, or remove it from the "
-                "dataset."
-            ) from error
 
 
 def _let_go(

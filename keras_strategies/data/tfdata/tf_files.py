@@ -1,9 +1,6 @@
-"""Splitting tf.data datasets by their files, and finding damaged files."""
+"""Splitting tf.data datasets by the files that they read."""
 
-import contextlib
 import dataclasses
-import os
-from collections.abc import Iterable
 from typing import Any
 
 from keras_strategies._types import Dataset
@@ -16,9 +13,7 @@ from keras_strategies.data.tfdata.tf_graph import (
     get_kind,
     list_called,
     list_functions,
-    list_scopes,
     list_upstream,
-    read_constant,
     tensorflow,
     write_graph,
 )
@@ -35,8 +30,6 @@ from keras_strategies.data.tfdata.tf_nodes import (
     pads_to_longest,
     repeats_forever,
 )
-
-_MAX_NAMES = 100_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,80 +181,3 @@ def _count_elements(dataset: Dataset, limit: int) -> int:
     if count == tf.data.UNKNOWN_CARDINALITY:
         return sum(1 for _ in dataset.take(limit))
     return limit if count == tf.data.INFINITE_CARDINALITY else count
-
-
-def _read_names(graph: Graph, nodes: list[Node]) -> tuple[str, ...] | None:
-    """Returns the file names that the datasets of the given nodes yield.
-
-    Returns None if they cannot be found.
-    """
-    tf = tensorflow()
-    names: list[str] = []
-    for node in nodes:
-        dataset = build_part(graph, node)
-        spec = tf.TensorSpec((), tf.string)
-        if spec not in dataset.element_spec:
-            return None
-        place = dataset.element_spec.index(spec)
-        if len(dataset.element_spec) > 1:
-            dataset = dataset.map(lambda *element, k=place: (element[k],))
-        (batch,) = dataset.batch(_MAX_NAMES).take(1).get_single_element()
-        names += map(os.fsdecode, batch.numpy())
-    return tuple(dict.fromkeys(names))
-
-
-def find_part_files(graph: Graph) -> tuple[str, ...] | None:
-    """Returns the files that one process's split dataset reads.
-
-    Returns None if they cannot be found in its graph.
-    """
-    return _read_names(graph, find_file_shards(graph))
-
-
-def find_texts(graph: Graph) -> tuple[str, ...]:
-    """Returns all string constants of a graph; some may be file names."""
-    text = tensorflow().string.as_datatype_enum
-    texts: list[str] = []
-    for scope in list_scopes(graph):
-        for node in scope.nodes:
-            if node.op == "Const" and node.attr["dtype"].type == text:
-                values: Any = read_constant(node)
-                texts += map(os.fsdecode, values.ravel())
-    return tuple(dict.fromkeys(filter(None, texts)))
-
-
-def find_damage(names: Iterable[str]) -> str | None:
-    """Finds the first TFRecord file that cannot be read to its end.
-
-    Args:
-      names: Strings that may be names of files; those that are not are skipped.
-
-    Returns:
-      A text for a message that names the file and the record; None if all files
-      can be read.
-    """
-    for name in names:
-        gfile = tensorflow().io.gfile
-        if not gfile.exists(name) or gfile.isdir(name):
-            continue
-        record = -1
-        for compression in ("", "GZIP", "ZLIB"):
-            found = _find_bad_record(name, compression)
-            if found is None:
-                break
-            record = max(record, found)
-        else:
-            where = f"at record {record} (counted from 0)"
-            return f"{name}, which is damaged or truncated {where}"
-    return None
-
-
-def _find_bad_record(name: str, compression: str) -> int | None:
-    """Returns the index of the first record that cannot be read, or None."""
-    tf = tensorflow()
-    count = 0
-    with contextlib.suppress(tf.errors.OpError):
-        for _ in tf.data.TFRecordDataset(name, compression):
-            count += 1
-        return None
-    return count

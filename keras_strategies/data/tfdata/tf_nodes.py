@@ -38,14 +38,13 @@ PLAIN = _kinds(
     "_ParallelMap _Filter _Prefetch _Options _Repeat _Take _Skip _Zip "
     "_Concatenate _Unbatch"
 )
-# Classes of datasets that form batches; classes that do not regroup the rows of
-# batches; and classes that yield one element for each element they read.
+# Classes of datasets that form batches, and classes that do not regroup the
+# rows of batches.
 BATCH_CLASSES = _kinds("_Batch _ParallelBatch _PaddedBatch")
 KEEP_BATCHES = _kinds(
     "_Map _ParallelMap _Prefetch _Options _Repeat _Shuffle _Take _Skip _Filter "
     "Cache"
 )
-ONE_TO_ONE = _kinds("_Map _ParallelMap _Prefetch _Options Cache")
 
 # Operations in graphs, without their version: the file readers before which
 # TensorFlow can insert a shard, and all file readers.
@@ -127,19 +126,6 @@ def guess_batch_size(dataset: Dataset) -> int | None:
         if kind not in KEEP_BATCHES or len(inputs) != 1:
             return None
         (dataset,) = inputs
-
-
-def find_known_rows(dataset: Dataset) -> tuple[int | None, int | None]:
-    """Returns the number of rows in a batch, and the number in an epoch.
-
-    A number is None unless a `batch` at the end of the pipeline determines it.
-    """
-    while (kind := type(dataset).__name__) in ONE_TO_ONE:
-        (dataset,) = dataset._inputs()
-    if kind not in BATCH_CLASSES:
-        return None, None
-    rows = int(dataset._inputs()[0].cardinality())
-    return int(dataset._batch_size), rows if rows > 0 else None
 
 
 def find_shuffles(

@@ -99,22 +99,15 @@ class EpochDatasets:
 
         The caller must keep these objects alive while it iterates.
         """
-        graph, kept = self.make_graph(epoch)
-        dataset = build_dataset(graph, self._dataset.element_spec)
-        return dataset, (kept, self._served, self._caches, self._dataset)
-
-    def make_graph(self, epoch: int) -> tuple[Graph, Any]:
-        """Returns an epoch's graph, and the objects that it needs.
-
-        The caller must keep these objects alive while it uses the graph.
-        """
         graph = tensorflow().compat.v1.GraphDef()
         if self._graph is not None:
             graph.CopyFrom(self._graph)
         else:
             graph = write_graph(self._dataset)
             self._prepare(graph)
-        return graph, self._seed_nodes(graph, epoch)
+        kept = self._seed_nodes(graph, epoch)
+        dataset = build_dataset(graph, self._dataset.element_spec)
+        return dataset, (kept, self._served, self._caches, self._dataset)
 
     def _prepare(self, graph: Graph) -> None:
         """Edits the graph in the ways that are the same for all epochs."""

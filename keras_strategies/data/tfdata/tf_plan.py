@@ -69,7 +69,7 @@ def plan_shards(
         else:
             _warn_of_rows(split, why_not, num_processes)
             applied, reason, split = _Policy.DATA, why_not, None
-    return Summary(asked=policy, applied=applied, reason=reason), split
+    return Summary(applied=applied, reason=reason), split
 
 
 def _warn_of_rows(split: FileSplit, why_not: str, num_processes: int) -> None:

@@ -47,21 +47,26 @@ class ReportCallback(keras.callbacks.Callback):
         raise NotImplementedError
 
 
-def close_reports(callbacks: Callbacks) -> None:
-    """Closes the reports among the callbacks of a fit."""
+def list_callbacks(callbacks: Callbacks) -> list[Any]:
+    """Returns callbacks, and those in a `CallbackList`, as one list."""
+    listed = []
     for callback in _flatten(callbacks):
         is_list = isinstance(callback, keras.callbacks.CallbackList)
-        for one in callback.callbacks if is_list else [callback]:
-            if isinstance(one, ReportCallback):
-                _close(one)
+        listed += callback.callbacks if is_list else [callback]
+    return listed
 
 
-def _close(report: ReportCallback) -> None:
-    try:
-        report.close()
-    except Exception:
-        # It must not replace the error that ends the fit.
-        _logger.warning("A report of the fit was not closed.", exc_info=True)
+def close_reports(callbacks: Callbacks) -> None:
+    """Closes the reports among the callbacks of a fit."""
+    for callback in list_callbacks(callbacks):
+        if isinstance(callback, ReportCallback):
+            try:
+                callback.close()
+            except Exception:
+                # It must not replace the error that ends the fit.
+                _logger.warning(
+                    "A report of the fit was not closed.", exc_info=True
+                )
 
 
 class QuietCallbackList(keras.callbacks.CallbackList):
@@ -85,6 +90,9 @@ class QuietCallbackList(keras.callbacks.CallbackList):
             for kind in _HOOKS
             if verbose == 0 and not any(_is_listening(c, kind) for c in flat)
         ]
+        for kind in self._quiet:
+            if kind != "train":
+                setattr(self, f"on_{kind}_batch_end", _ignore)
         self._selective = [c for c in flat if _is_selective(c)]
         self._reports = [c for c in flat if isinstance(c, ReportCallback)]
         super().__init__(
@@ -113,18 +121,6 @@ class QuietCallbackList(keras.callbacks.CallbackList):
                 with Phase(CALLBACKS):
                     values = self._fetch_logs(logs)
                     callback.on_train_batch_end(batch, logs=values)
-
-    def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Calls the callbacks, if any of them implements the hook."""
-        if "test" not in self._quiet:
-            super().on_test_batch_end(batch, logs)
-
-    def on_predict_batch_end(
-        self, batch: int, logs: Logs | None = None
-    ) -> None:
-        """Calls the callbacks, if any of them implements the hook."""
-        if "predict" not in self._quiet:
-            super().on_predict_batch_end(batch, logs)
 
     def _configure_async_dispatch(self, callbacks: Callbacks) -> None:
         # Without this, a callback with `wants_batch` could make Keras call
@@ -156,6 +152,10 @@ class QuietCallbackList(keras.callbacks.CallbackList):
         """Calls the callbacks."""
         with Phase(CALLBACKS):
             super().on_train_end(logs)
+
+
+def _ignore(batch: int, logs: Logs | None = None) -> None:
+    """Replaces a hook that no callback implements."""
 
 
 def make_quiet_list(

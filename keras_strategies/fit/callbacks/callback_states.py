@@ -4,16 +4,15 @@ A callback may define `get_state` and `set_state`. Keras's callbacks do not, so
 this module lists the attributes that make up their states (keras 3.15).
 """
 
-import logging
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
 
 from keras_strategies.cluster.exchange import message_forms
-
-_logger = logging.getLogger(__name__)
+from keras_strategies.spmd.identity import temporary_attribute
 
 State = dict[str, Any]
 
@@ -78,49 +77,26 @@ def has_swapped_averages(states: object) -> bool:
     )
 
 
-def resume_writing(
+@contextlib.contextmanager
+def resuming_logs(
     callbacks: Iterable[Any], states: dict[str, State]
-) -> list[tuple[Any, bool]]:
-    """Makes loggers continue their files where the saved fit stopped.
+) -> Iterator[None]:
+    """Makes loggers that the block opens continue their files.
 
-    Lines that were written after the state was saved are removed, and the
-    loggers are set to append. This must be called before the loggers open
-    their files, because a `CSVLogger` would otherwise begin a new file.
-
-    Returns:
-      Pairs of a logger and the previous value of its `append`, which the
-      caller restores once the files are open.
+    Lines that were written after the state was saved are removed.
     """
-    changed = []
-    for name, callback in _name_callbacks(callbacks).items():
-        is_logger = isinstance(callback, keras.callbacks.CSVLogger)
-        if not is_logger or name not in states:
-            continue
-        _check(callback, states[name], {"size": message_forms.is_count})
-        changed.append((callback, callback.append))
-        callback.append = True
-        size, path = states[name]["size"], callback.filename
-        if os.path.exists(path) and os.path.getsize(path) > size:
-            os.truncate(path, size)
-    return changed
-
-
-def warn_of_unsaved(callbacks: Iterable[Any]) -> None:
-    """Warns about callbacks that define only one of the state methods."""
-    for callback in callbacks:
-        missing = [
-            n
-            for n in _STATE_METHODS
-            if not callable(getattr(callback, n, None))
-        ]
-        if len(missing) == 1:
-            _logger.warning(
-                "A callback must have both `get_state` and `set_state` for "
-                "its state to be saved. Received: `%s`, which has no `%s`, so "
-                "its state is not saved. Define both methods.",
-                type(callback).__name__,
-                missing[0],
-            )
+    with contextlib.ExitStack() as stack:
+        for name, callback in _name_callbacks(callbacks).items():
+            if isinstance(callback, keras.callbacks.CSVLogger) and (
+                name in states
+            ):
+                _check(callback, states[name], {"size": message_forms.is_count})
+                size, path = states[name]["size"], callback.filename
+                if os.path.exists(path) and os.path.getsize(path) > size:
+                    os.truncate(path, size)
+                append = temporary_attribute(callback, "append", True)
+                stack.enter_context(append)
+        yield
 
 
 def _name_callbacks(callbacks: Iterable[Any]) -> dict[str, Any]:
@@ -145,11 +121,9 @@ def _read_state(callback: Any) -> State | None:
             return None
         if not callback.csv_file.closed:
             callback.csv_file.flush()
-        return {
-            "size": os.path.getsize(callback.filename),
-            # The columns of the file, determined by the first logged epoch.
-            "keys": callback.keys,
-        }
+        # The columns of the file are those of the first logged epoch.
+        size = os.path.getsize(callback.filename)
+        return {"size": size, "keys": callback.keys}
     for kind, names in _ATTRIBUTES:
         if isinstance(callback, kind):
             return {n: getattr(callback, n) for n in names}

@@ -12,7 +12,6 @@ import functools
 import os
 import pathlib
 import shutil
-import stat
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -256,47 +255,20 @@ def _save_whole(
     So a file that several processes save at the same time is complete.
     """
     save = functools.partial(getattr(type(model), name), model)
-    suffix = _find_suffix(name, filepath)
-    is_one_file = (
-        suffix is not None
-        and not args
-        and kwargs.get("zipped") in (None, True)
-        and kwargs.get("max_shard_size") is None
+    path = pathlib.Path(os.path.realpath(filepath))
+    endings = (".keras", ".h5") if name == "save" else (".weights.h5",)
+    ending = next((x for x in endings if path.name.endswith(x)), None)
+    is_writable = os.access(path.parent, os.W_OK | os.X_OK) and (
+        not path.exists() or (overwrite and os.access(path, os.W_OK))
     )
-    if not is_one_file or not _can_replace(filepath, overwrite):
+    if ending is None or args or kwargs or not is_writable:
         save(filepath, overwrite, *args, **kwargs)
         return
-    path = pathlib.Path(os.path.realpath(filepath))
-    scratch = path.with_name(f".{uuid.uuid4().hex}{suffix}")
+    scratch = path.with_name(f".{uuid.uuid4().hex}{ending}")
     try:
-        save(scratch, **kwargs)
+        save(scratch)
         if path.exists():
             shutil.copymode(path, scratch)
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
-
-
-def _find_suffix(name: str, filepath: object) -> str | None:
-    """Returns the suffix by which Keras knows the format, or None."""
-    if not isinstance(filepath, str | os.PathLike):
-        return None
-    known = (".keras", ".h5", ".hdf5") if name == "save" else (".weights.h5",)
-    return next((x for x in known if str(filepath).endswith(x)), None)
-
-
-def _can_replace(filepath: str | os.PathLike[str], overwrite: bool) -> bool:
-    """Returns whether replacing a file has the effect of writing to it."""
-    path = os.path.realpath(filepath)
-    if not os.access(os.path.dirname(path), os.W_OK | os.X_OK):
-        return False
-    if not os.path.exists(path):
-        return True
-    found = os.stat(path)
-    return (
-        overwrite
-        and stat.S_ISREG(found.st_mode)
-        and os.access(path, os.W_OK)
-        and found.st_nlink == 1
-        and found.st_uid == os.geteuid()
-    )

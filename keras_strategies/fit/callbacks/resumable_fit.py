@@ -13,7 +13,10 @@ import keras
 
 from keras_strategies._types import Callbacks, Logs
 from keras_strategies.fit.callbacks import callback_states
-from keras_strategies.fit.callbacks.callback_list import QuietCallbackList
+from keras_strategies.fit.callbacks.callback_list import (
+    QuietCallbackList,
+    list_callbacks,
+)
 from keras_strategies.fit.callbacks.fit_state import (
     FitState,
     fetch_logs,
@@ -96,7 +99,6 @@ class CheckpointingCallbackList(QuietCallbackList):
             **params,
         )
         loop.callbacks = [c for c in self.callbacks if c is not checkpointer]
-        callback_states.warn_of_unsaved(loop.callbacks)
         loop.settle = self._flush_futures
 
     def _restore(self) -> None:
@@ -110,10 +112,8 @@ class CheckpointingCallbackList(QuietCallbackList):
         loop = self._loop
         saved = loop.saved
         states = {} if saved is None else saved["callbacks"]
-        opened = callback_states.resume_writing(loop.callbacks, states)
-        super().on_train_begin(logs)
-        for callback, append in opened:
-            callback.append = append
+        with callback_states.resuming_logs(loop.callbacks, states):
+            super().on_train_begin(logs)
         if saved is None:
             self._values = []
             return
@@ -225,11 +225,7 @@ def find_checkpointer(callbacks: Callbacks) -> CheckpointCallback | None:
         callback and a `BackupAndRestore`; or if the checkpoint callback is in
         a `CallbackList`.
     """
-    flat, lists = [], []
-    for callback in keras.tree.flatten(callbacks) if callbacks else []:
-        is_list = isinstance(callback, keras.callbacks.CallbackList)
-        lists += [callback] if is_list else []
-        flat += callback.callbacks if is_list else [callback]
+    flat = list_callbacks(callbacks)
     checkpointers = [c for c in flat if isinstance(c, CheckpointCallback)]
     if not checkpointers:
         return None
@@ -243,7 +239,7 @@ def find_checkpointer(callbacks: Callbacks) -> CheckpointCallback | None:
             "Only one callback may decide where a fit resumes. Received: "
             f"{', '.join(rivals)}. Pass only one of them."
         )
-    if any(checkpointers[0] in one.callbacks for one in lists):
+    if checkpointers[0] not in keras.tree.flatten(callbacks):
         raise ValueError(
             f"`{type(checkpointers[0]).__name__}` must be called after all "
             "other callbacks. The order of a `CallbackList` is fixed. Pass a "

@@ -20,7 +20,6 @@ from keras_strategies.spmd.mesh import ReplicaMesh
 
 _T = TypeVar("_T")
 _MAX_NUMBER = 2**31 - 1
-_MAX_SHOWN = 8
 # The formats of the messages that processes exchange.
 _FAILED = {"error": str}
 _NUMBER = {"number": message_forms.is_count}
@@ -120,16 +119,12 @@ def build_equal_replicas(
     reader_values = mesh.first_of_readers(received)
     outlines = [text for one in reader_values for text in one["outlines"]]
     if len(set(outlines)) > 1:
-        shown = ", ".join(
-            f"{text} (replica {replica})"
-            for replica, text in enumerate(outlines[:_MAX_SHOWN])
-        )
-        more = ", ..." * (len(outlines) > _MAX_SHOWN)
         raise ValueError(
             f"If there are several processes, the values in {name} must have "
             "the same structure, shapes and dtypes for all replicas. Received: "
-            f"{shown}{more}. Pad the arrays to the same shape, or distribute a "
-            "dataset, whose batches may differ in their number of rows."
+            f"{'; '.join(dict.fromkeys(outlines))}. Pad the arrays to the same "
+            "shape, or distribute a dataset, whose batches may differ in their "
+            "number of rows."
         )
     _compare_checksums(mesh, name, received)
     assert values is not None
@@ -193,11 +188,8 @@ def _try_to_make(
 
 
 def _describe_shapes(nest: Tree) -> str:
-    leaves, structure = jax.tree.flatten(nest)
-    arrays = [np.asarray(leaf) for leaf in leaves]
-    shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in arrays)
-    is_one = jax.tree.structure(0) == structure
-    return shapes if is_one else f"{structure} of {shapes}"
+    arrays = jax.tree.map(np.asarray, nest)
+    return str(jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", arrays))
 
 
 def _check_facts(

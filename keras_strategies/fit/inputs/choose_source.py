@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-import sys
-import warnings
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any, cast
@@ -15,19 +14,14 @@ from keras.src.trainers.data_adapters import (
     get_data_adapter,
     is_grain_dataset,
     is_tf_dataset,
-    is_torch_dataloader,
 )
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.generator_data_adapter import (
-    GeneratorDataAdapter,
-)
 from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDataset,
     PyDatasetAdapter,
 )
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
-from keras_strategies._types import Dataset, Tree
+from keras_strategies._types import Dataset
 from keras_strategies.data.distributed import DistributedDataset
 from keras_strategies.data.grain.grain_data import GrainSource
 from keras_strategies.data.options import AutoShardPolicy
@@ -36,13 +30,13 @@ from keras_strategies.data.sources import iterables
 from keras_strategies.data.sources.file_source import FilesSource
 from keras_strategies.data.sources.files import Files
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset, RowsSource
-from keras_strategies.data.sources.torch_data import TorchSource
+from keras_strategies.data.sources.torch_data import TorchSource, is_torch
 from keras_strategies.data.tfdata.tf_data import TfDataSource
+from keras_strategies.fit.inputs import keras_sources
 from keras_strategies.fit.inputs.agree_source import (
     build_on_all_processes,
 )
 from keras_strategies.fit.inputs.keras_sources import (
-    AdapterSource,
     ArraySource,
     PyDatasetSource,
 )
@@ -150,23 +144,28 @@ def make_local_source(
     if is_tf_dataset(dataset):
         hide_gpus()
         copy = mesh.place_among_readers if mesh.spans_processes else None
-        return TfDataSource(
-            densify(dataset), policy=policy, copy=copy, **places
-        )
+        return TfDataSource(dataset, policy=policy, copy=copy, **places)
     chosen = AutoShardPolicy.AUTO if policy is None else policy
-    if isinstance(dataset, Source):
-        if chosen is not AutoShardPolicy.AUTO:
-            raise ValueError(
-                "The policy for a `ks.data.Source` must be AUTO, because the "
-                "source itself decides which rows each process reads. Received:"
-                f" `AutoShardPolicy.{chosen.name}`. Do not pass a policy. If "
-                "the rows are process-local, set the source's "
-                "`is_process_local`."
-            )
+    is_source = isinstance(dataset, Source)
+    is_by_file = isinstance(dataset, Files) and chosen is AutoShardPolicy.FILE
+    needs_files = chosen in (AutoShardPolicy.FILE, AutoShardPolicy.HINT)
+    if (needs_files and not is_by_file) or (
+        is_source and chosen is not AutoShardPolicy.AUTO
+    ):
+        raise ValueError(
+            "FILE and HINT only apply to datasets that read files with "
+            "tf.data, and FILE to `ks.data.files`. A `ks.data.Source` itself "
+            "decides which rows each process reads. Received: "
+            f"`AutoShardPolicy.{chosen.name}` for an object of type "
+            f"{type(dataset).__name__}. Use AUTO or DATA, or OFF if each "
+            "process has different rows. For a source, pass no policy; set "
+            "its `is_process_local` if the rows are process-local."
+        )
+    if is_source:
         return dataset
     if isinstance(dataset, Files):
         return FilesSource(dataset, policy=chosen, **places)
-    if _is_torch(dataset):
+    if is_torch(dataset):
         loading = {"batch_size": batch_size, "shuffle": shuffle}
         return TorchSource(dataset, policy=chosen, **loading, **places)
     if is_grain_dataset(dataset):
@@ -179,15 +178,9 @@ def _make_batch_source(
 ) -> Source:
     """Makes a source that reads arrays, a `PyDataset` or another iterable."""
     is_process_local = mesh.num_readers > 1 and chosen is AutoShardPolicy.OFF
-    if chosen in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
-        raise ValueError(
-            f"`{chosen.name}` only applies to datasets that read files with "
-            f"tf.data or `ks.data.files`. Received: an object of type "
-            f"{type(dataset).__name__}. Use AUTO, DATA or OFF."
-        )
     if isinstance(dataset, NumpyDataset) and not is_process_local:
         return RowsSource(dataset)
-    shared = {
+    shared: dict[str, Any] = {
         "is_process_local": is_process_local,
         "has_checksums": mesh.num_processes > 1,
     }
@@ -200,33 +193,31 @@ def _choose_source(mesh: ReplicaMesh, seed: int, *, data: LoopData) -> Source:
     for array in tree.flatten((data.x, data.y, data.sample_weight)):
         if isinstance(array, np.ndarray):
             check_numbers(array)
-    if _is_read_without_keras(data.x):
-        source = _make_without_adapter(mesh, seed, data)
-        return _add_class_weights(source, data.class_weight)
-    adapter: Any = get_data_adapter(**vars(data))
+    adapter: Any = None
+    if not _is_read_without_keras(data.x):
+        adapter = get_data_adapter(**vars(data))
     if type(adapter) is ArrayDataAdapter:
         return ArraySource(adapter)
     if isinstance(adapter, PyDatasetAdapter):
         return PyDatasetSource(adapter, has_checksums=mesh.num_processes > 1)
-    if isinstance(adapter, TFDatasetAdapter):
-        source = make_local_source(data.x, mesh, seed)
-        source.passes = _get_passes(data.x)
-        _check_ends(source, data.steps_per_epoch)
-        return _add_class_weights(source, data.class_weight)
-    is_generator = isinstance(adapter, GeneratorDataAdapter)
-    return AdapterSource(
-        adapter,
-        kind="a generator" if is_generator else "a dataset",
-        has_checksums=mesh.num_processes > 1,
-        is_copied=is_generator,
-    )
+    source = _make_without_adapter(mesh, seed, data)
+    if source.is_infinite and not data.steps_per_epoch:
+        raise ValueError(
+            "The dataset repeats forever, so an epoch needs a number of steps. "
+            "Pass "
+            "`steps_per_epoch` (in `evaluate` and `predict`: `steps`), or "
+            "remove `.repeat()`."
+        )
+    if data.class_weight:
+        return cast(Source, _Weighted(source, data.class_weight))
+    return source
 
 
 def _make_without_adapter(
     mesh: ReplicaMesh, seed: int, data: LoopData
 ) -> Source:
     """Makes a source that reads a dataset without Keras's adapters."""
-    x, shuffle = data.x, data.shuffle
+    x = data.x
     if data.y is not None or data.sample_weight is not None:
         raise ValueError(
             "If `x` is a dataset, its batches must contain the targets and "
@@ -235,20 +226,18 @@ def _make_without_adapter(
             "(x, y, sample_weight)."
         )
     if isinstance(x, DistributedDataset):
-        source = x.source
-    else:
-        size = data.batch_size
-        source = make_local_source(
-            x, mesh, seed, batch_size=size, shuffle=bool(shuffle)
+        return x.source
+    if isinstance(x, types.GeneratorType):
+        return iterables.IterableSource(
+            x,
+            is_process_local=False,
+            has_checksums=mesh.num_processes > 1,
+            convert=keras_sources.to_host_batch,
         )
-        source.passes = _get_passes(x)
-    _check_ends(source, data.steps_per_epoch)
-    if shuffle and (is_grain_dataset(x) or is_torch_dataloader(x)):
-        warnings.warn(
-            "`shuffle=True` was passed, but is ignored, because a "
-            f"{type(x).__name__} determines the order of its rows itself.",
-            stacklevel=2,
-        )
+    source = make_local_source(
+        x, mesh, seed, batch_size=data.batch_size, shuffle=bool(data.shuffle)
+    )
+    source.passes = _get_passes(x)
     return source
 
 
@@ -283,52 +272,9 @@ class _Weighted:
             yield dataclasses.replace(part, data=data)
 
 
-def _add_class_weights(
-    source: Source, class_weight: dict[int, float] | None
-) -> Source:
-    if not class_weight:
-        return source
-    return cast(Source, _Weighted(source, class_weight))
-
-
-def _check_ends(source: Source, steps_per_epoch: int | None) -> None:
-    if source.is_infinite and not steps_per_epoch:
-        raise ValueError(
-            "The dataset repeats forever, so an epoch needs a number of steps. "
-            "Pass "
-            "`steps_per_epoch` (in `evaluate` and `predict`: `steps`), or "
-            "remove `.repeat()`."
-        )
-
-
-def densify(dataset: Dataset) -> Dataset:
-    """Converts the sparse tensors of a tf.data dataset to dense tensors.
-
-    Returns:
-      A tf.data dataset with dense elements, or `dataset` itself if it has no
-      sparse tensors or is not a tf.data dataset.
-    """
-    if not is_tf_dataset(dataset):
-        return dataset
-    tensorflow = sys.modules["tensorflow"]
-
-    def densify_leaf(leaf: Tree) -> Tree:
-        is_sparse = isinstance(leaf, tensorflow.SparseTensor)
-        return tensorflow.sparse.to_dense(leaf) if is_sparse else leaf
-
-    def densify_element(*element: Tree) -> Tree:
-        leaves = tensorflow.nest.map_structure(densify_leaf, element)
-        return leaves if len(leaves) > 1 else leaves[0]
-
-    specs = tensorflow.nest.flatten(dataset.element_spec)
-    if any(isinstance(s, tensorflow.SparseTensorSpec) for s in specs):
-        return dataset.map(densify_element)
-    return dataset
-
-
 def _draws_orders(x: Dataset) -> bool:
     """Returns whether a source needs a random seed to shuffle a dataset."""
-    return isinstance(x, Files) or is_tf_dataset(x) or _is_torch(x)
+    return isinstance(x, Files) or is_tf_dataset(x) or is_torch(x)
 
 
 # The counters of passes over datasets, by the datasets' ids. The shuffle order
@@ -357,19 +303,5 @@ def _is_read_without_keras(x: Dataset) -> bool:
     Its adapter for a torch `DataLoader` starts the loader's workers.
     """
     is_ours = isinstance(x, DistributedDataset | Files | Source)
-    return is_ours or _is_torch(x) or is_grain_dataset(x)
-
-
-def _is_torch(x: Dataset) -> bool:
-    return _is_torch_dataset(x) or is_torch_dataloader(x)
-
-
-def _is_torch_dataset(value: Dataset) -> bool:
-    """Returns whether a value is a torch dataset with random access to rows."""
-    torch = sys.modules.get("torch.utils.data")
-    return (
-        torch is not None
-        and isinstance(value, torch.Dataset)
-        and hasattr(value, "__getitem__")
-        and hasattr(value, "__len__")
-    )
+    is_ours = is_ours or isinstance(x, types.GeneratorType)
+    return is_ours or is_torch(x) or is_grain_dataset(x)

@@ -73,8 +73,6 @@ class Feed(FeedAdapter):
         )
         if source.order is not None:
             source.order.set_epochs_per_pass(self._division.epochs_of_a_pass)
-        self._signature: Any = None
-        self._first: Tree = None
         self._at = FeedPosition.begin_at(Place(source.passes.next, 0))
         # A resumed feed yields empty executions (`_done`) for the steps of the
         # epoch that an earlier fit has already computed.
@@ -127,7 +125,12 @@ class Feed(FeedAdapter):
         # Each iteration of this loop reads one pass. Usually an iterator reads
         # one pass, but a resumed feed may have to continue with the next.
         while not self.is_pass_over:
-            executions = self._executions_ahead(epoch, start)
+            executions: Any = self._steps.prefetch(
+                epoch,
+                start,
+                functools.partial(self._executions, epoch=epoch, start=start),
+                is_pause=lambda item: self._division.ends_epoch(item[1]),
+            )
             try:
                 for execution, stop in executions:
                     self._at = self._at.advance(epoch, stop)
@@ -262,15 +265,6 @@ class Feed(FeedAdapter):
         count = done_steps // self._steps_per_execution
         self._done = [Execution(segments=(), logs=logs)] * count
 
-    def _executions_ahead(self, epoch: int, start: int) -> Any:
-        return self._steps.prefetch(
-            epoch,
-            start,
-            functools.partial(self._executions, epoch=epoch, start=start),
-            num_bytes=lambda item: item[0].num_bytes,
-            is_pause=lambda item: self._division.ends_epoch(item[1]),
-        )
-
     def _executions(
         self, batches: Iterator[HostBatch], epoch: int, start: int
     ) -> Iterator[tuple[Execution, int]]:
@@ -278,7 +272,6 @@ class Feed(FeedAdapter):
         group: list[HostBatch] = []
         stop = start
         for batch in batches:
-            self._check_structure(stop, batch.data)
             group.append(batch)
             stop += 1
             if self._division.ends_execution(stop):
@@ -294,19 +287,6 @@ class Feed(FeedAdapter):
     ) -> Execution:
         execution = place(group, self._mesh)
         return dataclasses.replace(execution, place=(epoch, stop))
-
-    def _check_structure(self, index: int, batch: Tree) -> None:
-        signature = batch_spec.find_kind(batch)
-        if self._signature is None:
-            self._signature = signature
-            self._first = batch_spec.describe(batch)
-        elif signature != self._signature:
-            raise ValueError(
-                "All batches must have the same structure, ranks and dtypes. "
-                f"Received: {self._first} as the first batch, and "
-                f"{batch_spec.describe(batch)} as batch {index}. Make the "
-                "dataset yield all batches in the same structure."
-            )
 
     @property
     def num_batches(self) -> int | None:
@@ -324,11 +304,10 @@ class Feed(FeedAdapter):
 
         A position is valid only in data with the same sizes.
         """
-        known = self._source.summary()
         return {
-            "rows a batch": self.batch_size or known.first_rows,
+            "rows a batch": self.batch_size or self._source.likely_size,
             "batches": self._division.num_batches,
-            "rows": known.num_rows,
+            "rows": self._source.summary().num_rows,
         }
 
     def on_epoch_begin(self) -> None:

@@ -64,9 +64,8 @@ def compute_batch_weights(
         return sample_weight
     if sample_weight is not None:
         raise ValueError(
-            "Arguments `sample_weight` and `class_weight` cannot be passed "
-            "together. Multiply `sample_weight` by the class "
-            "weights, and pass only the product as `sample_weight`."
+            "`sample_weight` and `class_weight` cannot be passed together. "
+            "Multiply them, and pass the product as `sample_weight`."
         )
     return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
 
@@ -158,57 +157,6 @@ class _MappedRows(array_slicing.NumpySliceable):
         return rows
 
 
-class AdapterSource(Source):
-    """A source of the batches from any of Keras's adapters.
-
-    Args:
-      adapter: The adapter.
-      kind: A name for the kind of data, for messages.
-      has_checksums: See `ks.data.take`.
-      is_copied: Whether to copy batches, because user code may reuse the
-        buffers of a batch that is still needed.
-    """
-
-    kind = "batches"
-
-    def __init__(
-        self,
-        adapter: DataAdapter,
-        *,
-        kind: str,
-        has_checksums: bool,
-        is_copied: bool,
-    ) -> None:
-        self._adapter = adapter
-        self._has_checksums = has_checksums
-        self._is_copied = is_copied
-        self.kind = kind  # pyright: ignore[reportAttributeAccessIssue]
-        self.num_batches = adapter.num_batches
-        # For a generator this is the size of its first batch.
-        self.batch_size = adapter.batch_size
-
-    def begin_epoch(self, epoch: int, start: int) -> None:
-        """Begins an epoch of the adapter; see `Source.begin_epoch`."""
-        self._adapter.on_epoch_begin()
-
-    def end_epoch(self) -> None:
-        """Ends an epoch of the adapter; see `Source.end_epoch`."""
-        self._adapter.on_epoch_end()
-
-    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
-        """Yields this process's parts of the batches; see `Source.read`."""
-        del epoch
-        for index, batch in enumerate(self._adapter.get_jax_iterator()):
-            if index < start:
-                continue
-            yield take(
-                to_host_batch(batch),
-                cut,
-                has_checksums=self._has_checksums,
-                is_copied=self._is_copied,
-            )
-
-
 class PyDatasetSource(Source):
     """A source of the batches of a `keras.utils.PyDataset`.
 
@@ -233,7 +181,6 @@ class PyDatasetSource(Source):
     ) -> None:
         self.is_process_local = is_process_local
         self._has_checksums = has_checksums and not is_process_local
-        self._error: Exception | None = None
         self.num_batches = adapter.num_batches
         self._dataset = adapter.py_dataset
         self._class_weight = adapter.class_weight
@@ -242,13 +189,7 @@ class PyDatasetSource(Source):
 
     def begin_epoch(self, epoch: int, start: int) -> None:
         """Begins an epoch of the dataset; see `Source.begin_epoch`."""
-        self._error = None
-        try:
-            self._dataset.on_epoch_begin()
-        except Exception as error:
-            # `read` raises the error later, because errors of `read` are sent
-            # to all processes.
-            self._error = error
+        self._dataset.on_epoch_begin()
 
     def end_epoch(self) -> None:
         """Ends an epoch of the dataset; see `Source.end_epoch`."""
@@ -263,8 +204,6 @@ class PyDatasetSource(Source):
             self.order.resize(self._dataset.num_batches)
             order = self.order.compute(epoch)
         view = _View(self._dataset, start, order)
-        if self._error is not None:
-            raise self._error
         if view.num_batches == 0:
             return
         # Each pass has a new adapter. If a pass is not read to its end, its

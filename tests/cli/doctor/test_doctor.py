@@ -291,12 +291,6 @@ def test_missing_extras_are_named(monkeypatch):
             {"XLA_FLAGS": "/no/such/file"},
             ["problem: XLA_FLAGS must contain flags, or name a file"],
         ),
-        ({"KERAS_STRATEGIES_PROFILE": "10:13"}, []),
-        ({"KERAS_STRATEGIES_PROFILE": ""}, []),
-        (
-            {"KERAS_STRATEGIES_PROFILE": "junk"},
-            ["problem: KERAS_STRATEGIES_PROFILE must be the first and the"],
-        ),
         ({"KERAS_STRATEGIES_TIMEOUT_S": "60"}, []),
         *(
             (

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.data.grain import grain_rows
 from keras_strategies.data.grain.grain_data import (
     GrainSource,
     _loses_remainders,
 )
-from keras_strategies.data.grain.grain_rows import find_stacked_rows
 from keras_strategies.data.options import AutoShardPolicy
 from tests.support.combinations import combine
 from tests.support.parts import (
@@ -292,11 +290,8 @@ def test_iterator_goes_on_from_its_state(form):
     for _ in range(6):
         next(read)
     read.close()
-    data.read.clear()
     got = ids(read_parts(source, 0, 1, start=5))
     assert got == cut_up(64, 4)[5:]
-    if form is iterate:
-        assert min(data.read) == 20
 
 
 def test_window_shuffled_iterator_resumes():
@@ -386,12 +381,6 @@ def test_dataset_sliced_by_process_is_warned_of():
     )
 
 
-@pytest.mark.parametrize("policy", [AutoShardPolicy.FILE, AutoShardPolicy.HINT])
-def test_policies_of_files_are_refused(policy):
-    with pytest.raises(ValueError, match="divided by rows"):
-        GrainSource(from_map(4, 2), policy=policy)
-
-
 def test_dataset_without_batches_is_refused():
     with pytest.raises(ValueError, match=r"batch\(global_batch_size\)"):
         GrainSource(grain.MapDataset.range(4))
@@ -456,68 +445,3 @@ def test_worker_processes_of_a_loader():
     parts = list(source.read(0, 0, cut_rows(1, 2)))
     got = [part.data.tolist() for part in parts]
     assert got == [[4, 6], [12, 14], [18]]
-
-
-class Doubled(grain.transforms.RandomMap):
-    def random_map(self, element, rng):
-        return element[0] + rng.integers(9), element[1]
-
-
-PIPELINES = {
-    "source": lambda: pairs(13),
-    "shuffled": lambda: pairs(13).seed(3).shuffle(),
-    "mapped": lambda: pairs(13).map(lambda e: (e[0] * 2, e[1])),
-    "mapped at random": lambda: pairs(13).seed(3).random_map(Doubled()),
-    "mapped with its index": lambda: pairs(13).map_with_index(
-        lambda i, e: (e[0] + i, e[1])
-    ),
-    "sliced": lambda: pairs(29)[3::2],
-    "repeated and shuffled": lambda: pairs(5).repeat(3).seed(1).shuffle(),
-    "shuffled in windows": lambda: grain.experimental.WindowShuffleMapDataset(
-        pairs(13), window_size=4, seed=2
-    ),
-    "zipped": lambda: grain.experimental.ZipMapDataset(
-        [pairs(13), pairs(13).seed(1).shuffle()]
-    ),
-    "concatenated": lambda: grain.MapDataset.concatenate([pairs(6), pairs(7)]),
-    "mixed": lambda: grain.MapDataset.mix(
-        [pairs(40), pairs(40)], weights=[0.3, 0.7]
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PIPELINES)
-def test_many_rows_are_those_read_one_by_one(name):
-    rows = PIPELINES[name]()
-    below = find_stacked_rows(rows.batch(4))
-    assert below.many is not None
-    for indices in (range(13), range(5), [7, 3, 7], range(50, 90), []):
-        many = below.read(list(indices))
-        assert len(many) == len(indices)
-        for actual, index in zip(many, indices, strict=True):
-            expected = rows[index]
-            assert type(actual) is type(expected)
-            jax.tree.map(np.testing.assert_array_equal, actual, expected)
-
-
-def test_rows_of_unknown_datasets_are_read_one_by_one():
-    class Own(grain.MapDataset):
-        def __len__(self):
-            return 13
-
-        def __getitem__(self, index):
-            return np.float32(index)
-
-    below = find_stacked_rows(Own().map(lambda e: e + 1).batch(4))
-    assert below.many is None
-    assert below.read([2, 3]) == [3, 4]
-    assert find_stacked_rows(grain.MapDataset.range(13).batch(4)).many is None
-
-
-def test_reading_many_leaves_the_dataset_as_it_was():
-    source = Counted(100)
-    rows = grain.MapDataset.source(source).shuffle(seed=1)
-    find_stacked_rows(rows.batch(50)).read(range(50))
-    assert len(source.read) == 50
-    assert not isinstance(rows.parents[0]._source, grain_rows._ManyRows)
-    assert rows.parents[0]._source is source

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import sys
 import tracemalloc
 import warnings
 
@@ -38,14 +37,6 @@ def pair(ids):
     return np.repeat(ids[..., None].astype("float32"), 2, -1), ids
 
 
-def parse_line(line):
-    return pair(int(line))
-
-
-def parse_record(record):
-    return pair(int.from_bytes(record, "little"))
-
-
 def write_npz(path, ids):
     x, y = pair(ids)
     with path.open("wb") as file:
@@ -62,14 +53,6 @@ def write_text(path, ids):
     path.write_text("".join(f"{i}\n" for i in ids))
 
 
-def write_tfrecord(path, ids):
-    import tensorflow as tf
-
-    with tf.io.TFRecordWriter(str(path)) as writer:
-        for i in ids:
-            writer.write(int(i).to_bytes(4, "little"))
-
-
 def read_ids(path):
     with open(path) as file:
         for line in file:
@@ -79,8 +62,6 @@ def read_ids(path):
 FORMATS = {
     "npz": (write_npz, "npz", {"keys": ("x", "y")}),
     "compressed": (write_compressed, "npz", {"keys": ("x", "y")}),
-    "text": (write_text, "text", {"parse": parse_line}),
-    "counted": (write_text, "text", {"parse": parse_line, "count": True}),
     "own": (write_text, read_ids, {}),
 }
 
@@ -171,7 +152,7 @@ def test_own_files_are_the_only_ones_opened(tmp_path):
         opened.append(path)
         return read_ids(path)
 
-    pattern, _, _ = write(tmp_path, "text", 20, 4)
+    pattern, _, _ = write(tmp_path, "own", 20, 4)
     data = files(pattern, reader, batch_size=4)
     for worker, source in enumerate(sources(data, 3)):
         opened.clear()
@@ -179,7 +160,7 @@ def test_own_files_are_the_only_ones_opened(tmp_path):
         assert tuple(opened) == source.assigned_files(worker)
 
 
-@pytest.mark.parametrize("form", ["npz", "text"])
+@pytest.mark.parametrize("form", ["npz", "own"])
 def test_auto_with_too_few_files_divides_rows_and_says_so(written, form):
     data = written(form, 13, 3)
     with pytest.warns(UserWarning, match="3 files for 5 processes.* DATA"):
@@ -199,13 +180,9 @@ def test_size_and_length_are_known(written):
         source = FilesSource(written(form, 13, 3, **more))
         return source.batch_size, source.num_batches
 
-    assert known("npz") == known("compressed") == known("counted") == (4, 4)
+    assert known("npz") == known("compressed") == (4, 4)
     assert known("npz", drop_remainder=True) == (4, 3)
-    assert known("text") == known("own") == (4, None)
-    counted = written(
-        "own", 13, 3, count=lambda path: len(list(read_ids(path)))
-    )
-    assert FilesSource(counted).num_batches == 4
+    assert known("own") == (4, None)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -266,38 +243,8 @@ def test_own_files_resume_on_the_same_number_of_workers(written, form):
         assert again == whole[2:]
 
 
-def test_resuming_opens_no_file_before(tmp_path):
-    opened = []
-
-    def reader(path):
-        opened.append(path)
-        return read_ids(path)
-
-    pattern, _, _ = write(tmp_path, "text", 20, 5)
-    data = files(pattern, reader, batch_size=4, count=lambda path: 4)
-    source = FilesSource(data)
-    assert ids(read_parts(source, 0, 1, start=3)) == cut_up(20, 4)[3:]
-    assert tuple(opened) == data.paths[3:]
-
-
-def test_worker_parses_its_own_rows_only(tmp_path):
-    parsed = []
-
-    def parse(line):
-        parsed.append(int(line))
-        return parse_line(line)
-
-    pattern, _, _ = write(tmp_path, "text", 24, 2)
-    data = files(pattern, "text", batch_size=6, parse=parse)
-    for worker, source in enumerate(sources(data, 3, policy=DATA)):
-        parsed.clear()
-        got = sum(ids(read_parts(source, worker, 3)), [])
-        assert parsed == got
-        assert len(got) == 8
-
-
 def test_worker_without_rows_reads_one_for_its_shape(written):
-    for form in ("npz", "text"):
+    for form in ("npz", "own"):
         source = FilesSource(written(form, 13, 3))
         parts = list(source.read(0, 0, lambda rows: (rows, rows)))
         assert ids(parts) == [[]] * 4
@@ -335,13 +282,6 @@ def test_layouts_of_arrays(tmp_path):
         )
 
 
-def test_batches_are_copies(written):
-    source = FilesSource(written("npz", 13, 1))
-    x = next(source.read(0, 0, cut_rows(0, 1))).data[0]
-    assert x.flags.owndata
-    assert x.flags.writeable
-
-
 def test_many_small_files(tmp_path):
     for k in range(100):
         np.save(tmp_path / f"{k:03}.npy", np.array([k, k]))
@@ -370,7 +310,7 @@ def test_patterns(tmp_path):
         (tmp_path / name).write_text("1\n")
 
     def paths(pattern):
-        found = files(pattern, "text", parse=parse_line, batch_size=1).paths
+        found = files(pattern, read_ids, batch_size=1).paths
         return [path.removeprefix(f"{tmp_path}/") for path in found]
 
     assert paths(f"{tmp_path}/**/*.txt") == ["1.txt", "[odd].txt", "b/2.txt"]
@@ -381,41 +321,25 @@ def test_patterns(tmp_path):
         paths(tmp_path / "nothing*")
     with pytest.raises(ValueError, match="at least one file"):
         paths([])
-    with pytest.raises(FileNotFoundError, match=r"3\.txt, which is missing"):
+    with pytest.raises(FileNotFoundError, match=r"Received: .*/3\.txt"):
         paths([tmp_path / "1.txt", tmp_path / "3.txt"])
-    with pytest.raises(
-        FileNotFoundError, match=r"which is a directory.*/\*\.npz"
-    ):
+    with pytest.raises(FileNotFoundError, match="an existing file"):
         paths(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("reader", "options", "message"),
     [
-        ("csv", {}, "one of 'npz'.*Received: 'csv'"),
-        ("text", {}, "`parse` must be set for"),
-        ("npz", {"parse": parse_line}, "`parse` must be set for"),
+        ("csv", {}, "'npz', 'npy' or a function.*Received: 'csv'"),
         ("npy", {"keys": ("x",)}, "`keys` can only be used for 'npz'"),
-        ("npz", {"batch_size": 0}, "`batch_size` must be positive"),
-        ("npz", {"shuffle": -1}, "`shuffle` must be True"),
+        ("npz", {"batch_size": 0}, "must be positive.*batch_size=0"),
+        ("npz", {"shuffle": -1}, "must be positive.*shuffle=-1"),
     ],
 )
 def test_arguments_that_do_not_fit(tmp_path, reader, options, message):
     (tmp_path / "a").touch()
     with pytest.raises(ValueError, match=message):
         files(tmp_path / "a", reader, **{"batch_size": 2} | options)
-
-
-def test_hint_is_refused(written):
-    with pytest.raises(ValueError, match="SHARD_HINT"):
-        FilesSource(written("npz", 8, 2), policy=AutoShardPolicy.HINT)
-
-
-def test_tfrecord_without_tensorflow(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (tmp_path / "a").touch()
-    with pytest.raises(ImportError, match=r"pip install tensorflow-cpu"):
-        files(tmp_path / "a", "tfrecord", parse=parse_record, batch_size=1)
 
 
 def truncate(path, missing=10):
@@ -444,14 +368,16 @@ def test_truncated_arrays_are_found_before_reading(tmp_path, form):
 def test_unlike_arrays_are_refused(tmp_path):
     write_npz(tmp_path / "a.npz", range(3))
     np.savez(tmp_path / "b.npz", x=np.zeros((3, 5), "float32"), y=np.zeros(3))
+
+    def read():
+        return read_parts(FilesSource(data), 0, 1)
+
     data = files(tmp_path / "*.npz", "npz", batch_size=2)
-    with pytest.raises(ValueError, match=r"same names, dtypes.*in .*b\.npz"):
-        FilesSource(data)
+    with pytest.raises(ValueError, match=r"same structure.*from .*b\.npz"):
+        read()
     np.savez(tmp_path / "b.npz", x=np.zeros(3), y=np.zeros(4))
-    with pytest.raises(
-        ValueError, match=r"b\.npz with the numbers of rows \{'x': 3, 'y': 4\}"
-    ):
-        FilesSource(data)
+    with pytest.raises(OSError, match=r"b\.npz: ValueError: .*same"):
+        read()
     with pytest.raises(OSError, match=r"a\.npz: KeyError.*'z\.npy'"):
         FilesSource(files(tmp_path / "*", "npz", keys=("z",), batch_size=2))
 
@@ -462,22 +388,8 @@ def test_unlike_arrays_are_refused(tmp_path):
 def test_arrays_that_hold_no_rows_of_numbers_are_refused(tmp_path, array):
     np.save(tmp_path / "a.npy", array)
     data = files(tmp_path / "a.npy", "npy", batch_size=2)
-    with pytest.raises(
-        OSError, match=r"a\.npy: ValueError: it contains an array with shape"
-    ):
-        FilesSource(data)
-
-
-def test_record_that_cannot_be_parsed_is_named(tmp_path):
-    (tmp_path / "a.txt").write_text("0\n1\n2\n")
-    (tmp_path / "b.txt").write_text("3\nfour\n")
-    data = files(tmp_path / "*.txt", "text", parse=parse_line, batch_size=2)
-    read = FilesSource(data).read(0, 0, cut_rows(0, 1))
-    assert ids([next(read), next(read)]) == cut_up(4, 2)
-    message = r"b\.txt, record 1: ValueError: invalid literal.*four"
-    with pytest.raises(OSError, match=message) as e:
-        next(read)
-    assert isinstance(e.value.__cause__, ValueError)
+    with pytest.raises(OSError, match=r"a\.npy: (ValueError|TypeError|IndexE)"):
+        read_parts(FilesSource(data), 0, 1)
 
 
 def test_reader_that_fails_is_named(tmp_path):
@@ -487,72 +399,35 @@ def test_reader_that_fails_is_named(tmp_path):
 
     (tmp_path / "a.txt").write_text("0\n1\n")
     data = files(tmp_path / "a.txt", reader, batch_size=8)
-    with pytest.raises(OSError, match=r"a\.txt, record 2: RuntimeError: the d"):
-        read_parts(FilesSource(data), 0, 1)
-
-
-def test_count_that_is_wrong_is_named(tmp_path):
-    pattern, reader, _ = write(tmp_path, "own", 8, 2)
-    data = files(pattern, reader, batch_size=8, count=lambda path: 5)
-    with pytest.raises(OSError, match="with 4 rows, although 5 were counted"):
+    with pytest.raises(OSError, match=r"a\.txt: RuntimeError: the d"):
         read_parts(FilesSource(data), 0, 1)
 
 
 def test_rows_of_different_shape_are_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("1\n1 2\n")
-    data = files(
-        tmp_path / "a.txt",
-        "text",
-        parse=lambda line: np.array(line.split(), "float32"),
-        batch_size=2,
-    )
+    (tmp_path / "a.txt").touch()
+
+    def reader(path):
+        yield np.zeros(1)
+        yield np.zeros(2)
+
+    data = files(tmp_path / "a.txt", reader, batch_size=2)
     with pytest.raises(
-        ValueError, match=r"the shapes \[\(1,\), \(2,\)\], from"
+        OSError, match=r"a\.txt: ValueError: .*\[\(1,\), \(2,\)"
     ):
+        read_parts(FilesSource(data), 0, 1)
+    data = files(tmp_path / "a.txt", reader, batch_size=1)
+    with pytest.raises(ValueError, match="The rows of all files must have"):
         read_parts(FilesSource(data), 0, 1)
 
 
-def test_tfrecords(tmp_path):
-    pytest.importorskip("tensorflow")
-    for k in range(3):
-        write_tfrecord(tmp_path / f"{k}", range(5 * k, 5 * k + 5))
-    data = files(tmp_path / "*", "tfrecord", parse=parse_record, batch_size=4)
-    for workers, start in itertools.product((1, 2), (0, 2)):
-        assert joined(data, workers, 0, start) == cut_up(15, 4)[start:]
-    seen = [
-        ids(read_parts(source, worker, 2))
-        for worker, source in enumerate(sources(data, 2))
-    ]
-    assert sum(seen[1], []) == [5, 6, 7, 8, 9]
-    counted = files(
-        tmp_path / "*", "tfrecord", parse=parse_record, batch_size=4, count=True
-    )
-    assert FilesSource(counted).num_batches == 4
-
-    for missing, error in (3, "DataLossError"), (7, "EOFError.* 10 bytes"):
-        truncate(tmp_path / "1", missing)
-        read = FilesSource(data).read(0, 0, cut_rows(0, 1))
-        assert ids([next(read), next(read)]) == cut_up(8, 4)
-        with pytest.raises(OSError, match=f"/1, record 4: {error}"):
-            next(read)
-
-
-def test_tensorflow_is_not_imported_before_it_is_needed(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
-    (tmp_path / "a").touch()
-    data = files(tmp_path / "a", "tfrecord", parse=parse_record, batch_size=1)
-    FilesSource(data)
-    assert "tensorflow" not in sys.modules
-
-
 def test_leaves_may_be_nested(tmp_path):
-    (tmp_path / "a.txt").write_text("1\n2\n3\n")
-    data = files(
-        tmp_path / "a.txt",
-        "text",
-        parse=lambda line: ({"a": int(line), "b": [0.5, 1.5]}, 1),
-        batch_size=2,
-    )
+    (tmp_path / "a.txt").touch()
+
+    def reader(path):
+        for i in (1, 2, 3):
+            yield {"a": i, "b": [0.5, 1.5]}, 1
+
+    data = files(tmp_path / "a.txt", reader, batch_size=2)
     (first, last) = FilesSource(data).read(0, 0, cut_rows(0, 1))
     assert first.data[0]["a"].tolist() == [1, 2]
     assert jax.tree.map(np.shape, last.data)[1] == (1,)

@@ -3,7 +3,6 @@
 import functools
 import itertools
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -394,12 +393,6 @@ def test_distributed_sampler_must_fit():
     assert (off.is_process_local, off.batch_size) == (True, 3)
 
 
-@pytest.mark.parametrize("policy", [AutoShardPolicy.FILE, AutoShardPolicy.HINT])
-def test_policies_of_files_are_refused(policy):
-    with pytest.raises(ValueError, match="divided by rows"):
-        TorchSource(Counted(4), policy=policy)
-
-
 def test_what_is_torchs():
     assert not is_torch([1, 2])
     assert is_torch(Counted(2))
@@ -409,27 +402,6 @@ def read_first(rows, **options):
     return next(
         TorchSource(loader(rows, 2, **options)).read(0, 0, cut_rows(0, 1))
     ).data
-
-
-def test_tensors_are_not_copied():
-    data = tensors(8)
-    x, _ = read_first(data)
-    assert np.shares_memory(x, data.tensors[0].numpy())
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn"])
-def test_dtypes_that_numpy_lacks(name):
-    values = torch.tensor([[1.5, -2.0]] * 2).to(getattr(torch, name))
-    for rows in (list(values), torch_data.TensorDataset(values)):
-        (array,) = jax_leaves(read_first(rows))
-        assert array.dtype == getattr(ml_dtypes, name)
-        assert array.astype("float32").tolist() == [[1.5, -2.0]] * 2
-
-
-def jax_leaves(batch):
-    import jax
-
-    return jax.tree.leaves(batch)
 
 
 def test_nests_of_rows():
@@ -442,14 +414,6 @@ def test_nests_of_rows():
 
 def test_tensor_that_needs_a_gradient():
     assert read_first([torch.zeros(3, requires_grad=True)] * 2).shape == (2, 3)
-
-
-def test_sparse_tensors_are_refused():
-    def sparse(rows):
-        return torch.eye(2).to_sparse()
-
-    with pytest.raises(ValueError, match="sparse_coo"):
-        read_first([0, 1], collate_fn=sparse)
 
 
 def test_error_of_the_dataset_comes_at_its_batch():

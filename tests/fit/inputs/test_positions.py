@@ -82,6 +82,12 @@ def factory(count, index, seed):
     )
 
 
+def read_lines(path):
+    with open(path) as file:
+        for line in file:
+            yield np.array([line], "float32")
+
+
 def files(reader):
     def make(directory):
         def source(count, index, seed):
@@ -95,14 +101,12 @@ def files(reader):
                     np.save(path, rows)
                 else:
                     path.write_text("\n".join(str(r[0]) for r in rows))
-            parse = {"text": lambda line: np.array([line], "float32")}
             return FilesSource(
                 list_files(
                     paths,
-                    reader,
+                    "npy" if reader == "npy" else read_lines,
                     batch_size=SIZE,
                     shuffle=9,
-                    parse=parse.get(reader),
                 ),
                 num_processes=count,
                 process_index=index,

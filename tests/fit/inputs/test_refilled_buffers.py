@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.data.grain.grain_rows import find_stacked_rows
 
 # Small ones and such that CPU devices use as they lie in memory.
 WIDTHS = [1, 8192]
@@ -114,29 +113,4 @@ def test_every_replica_has_a_batch_of_its_own(width):
     data = strategy.distribute_datasets_from_function(lambda _: Refilled(width))
     assert [firsts(batch) for batch in data] == [
         [float(n), float(n + 1)] for n in range(0, BATCHES, 2)
-    ]
-
-
-@pytest.mark.parametrize("has_many", [False, True])
-def test_rows_of_grain_are_mapped_before_the_next_is_read(has_many):
-    grain = pytest.importorskip("grain")
-
-    class Source:
-        def __init__(self):
-            self.row = np.empty(3, "float32")
-
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, index):
-            self.row[:] = index
-            return self.row
-
-    if has_many:
-        Source._getitems = lambda self, indices: [self[i] for i in indices]
-    rows = grain.MapDataset.source(Source()).map(lambda row: row + 1)
-    below = find_stacked_rows(rows.batch(4))
-    assert below.many is not None
-    assert [row.tolist() for row in below.read(range(4))] == [
-        [float(i + 1)] * 3 for i in range(4)
     ]
