@@ -103,7 +103,6 @@ def plan(names, path):
             batch,
             [TOPOLOGY],
             strategies="replicated",
-            cache=False,
         )
         found[name] = planned.to_json()["steps"][0]
         print(name, json.dumps(found[name]), flush=True)

@@ -54,9 +54,7 @@ def forget_peak():
 
 def plan(case, strategy):
     """What `strategy.plan` says of a case, as JSON."""
-    planned = strategy.plan(
-        case.build, case.batch(), strategies=case.layout, cache=False
-    )
+    planned = strategy.plan(case.build, case.batch(), strategies=case.layout)
     return planned.to_json()["steps"][0]
 
 

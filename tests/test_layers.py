@@ -70,7 +70,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 PLANNERS = {"cli", "planning"}
 # The packages that import others by one module, `seam.py`, and the number of
 # names there. It may only fall.
-SEAMS = {"planning": 54, "estimator": 39}
+SEAMS = {"planning": 49, "estimator": 39}
 # What users see of a package: they import all its rooms.
 FACADES = {"__init__.py", "experimental.py"}
 MAX_MODULES = 16
@@ -97,7 +97,7 @@ LOGIC_LINES = {
     "": 121,
     "callbacks": 601,
     "checkpoint": 2257,
-    "cli": 2516,
+    "cli": 2437,
     "cluster": 2649,
     "data": 2934,
     "estimator": 2983,
@@ -110,7 +110,7 @@ LOGIC_LINES = {
     "migrate": 1499,
     "names": 309,
     "passes": 5288,
-    "planning": 3348,
+    "planning": 2712,
     "reporting": 972,
     "run": 730,
     "spmd": 1711,

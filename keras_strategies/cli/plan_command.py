@@ -2,19 +2,17 @@
 
 import argparse
 import contextlib
-import dataclasses
 import importlib
-import importlib.util
 import json
 import os
 import pathlib
 import shlex
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from keras_strategies.cli.options import (
-    FLAG,
     JSON,
     MANY,
     Commands,
@@ -23,13 +21,12 @@ from keras_strategies.cli.options import (
 )
 
 _WRONG_ARGUMENTS = 2
+_INTERRUPTED = 128 + signal.SIGINT
 _EXAMPLES = """\
 examples:
   keras-strategies plan train.py --topology v5e:4x4 --topology h100:8
   keras-strategies plan train.py --topology v5e:16x16 --topology v5p:4x4x4 -- \
 --epochs 3
-  keras-strategies plan --topology v5p:8x8x16 --layout sharded:64 \
---model models:make_7b --batch 1024x4096:int32 --batch 1024x4096:int32
 """
 _PLAN = """\
 Predicts whether a script's model fits on TPU slices or GPUs that are not here,
@@ -69,26 +66,9 @@ _OPTIONS: tuple[Option, ...] = (
         {"choices": ("auto", "low", "full"), "default": "auto"},
     ),
     (
-        "--verify",
-        "check the prediction of the largest batch that fits: compile this "
-        "batch, and a batch with one more row, at full effort",
-        FLAG,
-    ),
-    (
-        "--batch",
-        "with --model: the shape and dtype of x, such as 8x2048:int32; repeat "
-        "the option for y (default: the same as x)",
-        MANY | {"metavar": "SHAPE:DTYPE"},
-    ),
-    (
         "--processes",
         "the number of candidates to plan at the same time",
         {"type": int, "metavar": "N"},
-    ),
-    (
-        "--no-cache",
-        "neither read nor write cached results",
-        {"action": "store_false", "dest": "cache"},
     ),
     JSON,
     ("--html", "also write the plan as an HTML page", {"metavar": "FILE"}),
@@ -102,11 +82,6 @@ _OPTIONS: tuple[Option, ...] = (
         "the module to run, instead of a script",
         {"dest": "module", "metavar": "MODULE"},
     ),
-    (
-        "--model",
-        "a function that creates and compiles the model, instead of a script",
-        {"metavar": "MODULE:FUNCTION", "dest": "function"},
-    ),
 )
 
 
@@ -119,9 +94,7 @@ def add_parser(commands: Commands) -> None:
         _PLAN,
         _OPTIONS,
         usage="keras-strategies plan (SCRIPT | -m MODULE) --topology NAME "
-        "[OPTIONS] [-- ARGUMENTS]\n"
-        "       keras-strategies plan --model MODULE:FUNCTION --batch "
-        "SHAPE:DTYPE ... --topology NAME [OPTIONS]",
+        "[OPTIONS] [-- ARGUMENTS]",
         epilog=_EXAMPLES,
     )
 
@@ -151,8 +124,8 @@ def run(options: argparse.Namespace) -> int:
 
     Returns:
       The exit status: 0 on success, 1 if no candidate could be planned, 2 for
-      invalid arguments, and 128 plus its number after a SIGINT or SIGTERM,
-      which ends the plan with the results so far.
+      invalid arguments, and 130 after a SIGINT, which ends the plan with the
+      results so far.
     """
     try:
         requests = _make_requests(options)
@@ -161,52 +134,43 @@ def run(options: argparse.Namespace) -> int:
         return _WRONG_ARGUMENTS
     from rich.console import Console
 
-    from keras_strategies.planning.capture.processes import (
-        first_signal,
-        plan_in_processes,
-    )
+    from keras_strategies.planning.capture.processes import plan_in_processes
 
-    with first_signal() as received:
-        plan = plan_in_processes(requests, options.processes, received)
+    plan, is_complete = plan_in_processes(requests, options.processes)
     if options.as_json:
         print(json.dumps(plan.to_json(), indent=1))
     else:
-        is_brief = options.layout is None
-        Console().print(dataclasses.replace(plan, is_brief=is_brief))
+        Console().print(plan)
     if options.html is not None:
         pathlib.Path(options.html).write_text(plan.to_html(), "utf-8")
-    if received:
-        return 128 + received[0]
+    if not is_complete:
+        return _INTERRUPTED
     return 0 if any(step.error is None for step in plan.steps) else 1
 
 
 def _make_requests(options: argparse.Namespace) -> list[Any]:
     """Creates a planning request for each topology and layout."""
-    from keras_strategies.planning.capture.request import (
-        ENVIRONMENT,
-        Request,
-        parse_shape_and_dtype,
-    )
+    from keras_strategies.planning.capture.request import ENVIRONMENT, Request
 
-    common = _make_common_fields(options)
-    for text in common["batch"]:
-        parse_shape_and_dtype(text)
+    _check_script(options)
+    _check_page(options)
     # From here on JAX is needed, to look up slices by name. These environment
     # variables keep JAX from using a device.
     os.environ.update(ENVIRONMENT)
     with _silence_stderr():
         importlib.import_module("jax")
-    _require_libtpu(options.topology)
-    candidates = _list_candidates(options)
     return [
         Request(
             topology=name,
             layout=layout,
             is_default=options.layout is None,
-            is_alone=len(candidates) == 1,
-            **common,
+            script=options.script or options.module,
+            is_module=options.module is not None,
+            arguments=tuple(options.arguments),
+            scale=options.scale,
+            effort=options.effort,
         )
-        for name, layout in candidates
+        for name, layout in _list_candidates(options)
     ]
 
 
@@ -229,29 +193,6 @@ def _list_candidates(options: argparse.Namespace) -> list[tuple[str, str]]:
     ]
 
 
-def _require_libtpu(names: Sequence[str]) -> None:
-    from keras_strategies.gpu.topology_devices import TARGETS, is_gpu_name
-    from keras_strategies.tpu.chips import TPU_NAMES
-
-    others = [name for name in names if not is_gpu_name(name)]
-    if not others or importlib.util.find_spec("libtpu") is not None:
-        return
-    for name in others:
-        if name.split(":")[0].lower() not in TPU_NAMES:
-            raise ValueError(
-                "A topology must be a TPU generation "
-                f"({', '.join(TPU_NAMES)}) or a GPU ({', '.join(TARGETS)}), a "
-                f"colon and a shape. Received: {name!r}. Pass, for example, "
-                "v5e:4x4 or h100:8."
-            )
-    raise ImportError(
-        "Compiling for TPUs needs libtpu, which is not installed. Received: "
-        f"--topology {others[0]}. Run `pip install '.[tpu]'` in a clone of the "
-        "project; this also works on a machine without a TPU. GPUs "
-        f"({', '.join(TARGETS)}), such as h100:8, do not need it."
-    )
-
-
 @contextlib.contextmanager
 def _silence_stderr() -> Iterator[None]:
     """Hides messages that compilers write to stderr without a device."""
@@ -266,37 +207,7 @@ def _silence_stderr() -> Iterator[None]:
         os.close(before)
 
 
-def _make_common_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """Creates the fields that are the same in all candidates' requests."""
-    subjects = [options.script, options.module, options.function]
-    given = ", ".join(filter(None, subjects)) or "none"
-    if sum(map(bool, subjects)) != 1:
-        raise ValueError(
-            "A plan must be for one script, one module (-m) or one function "
-            f"(--model). Received: {given}. Pass exactly one of them."
-        )
-    _check_function(options)
-    if options.script:
-        _check_script(options.script)
-    _check_numbers_and_files(options)
-    batch = list(options.batch or [])
-    same = ("scale", "effort", "verify", "cache")
-    return {name: getattr(options, name) for name in same} | {
-        "script": options.script or options.module or "",
-        "is_module": options.module is not None,
-        "function": options.function or "",
-        "batch": tuple(batch * 2 if len(batch) == 1 else batch),
-        "arguments": tuple(options.arguments),
-    }
-
-
-def _check_numbers_and_files(options: argparse.Namespace) -> None:
-    if options.processes is not None and options.processes < 1:
-        raise ValueError(
-            "--processes must be a positive number. Received: "
-            f"{options.processes}. Omit the option to choose the number by the "
-            "machine's cores and memory."
-        )
+def _check_page(options: argparse.Namespace) -> None:
     page = pathlib.Path(options.html or "plan.html")
     target = page if page.exists() else page.parent
     if options.html is not None and (
@@ -308,29 +219,20 @@ def _check_numbers_and_files(options: argparse.Namespace) -> None:
         )
 
 
-def _check_function(options: argparse.Namespace) -> None:
-    if bool(options.function) != bool(options.batch):
+def _check_script(options: argparse.Namespace) -> None:
+    script = options.script
+    if bool(script) == bool(options.module):
+        given = ", ".join(filter(None, (script, options.module))) or "none"
         raise ValueError(
-            "--model and --batch must be used together. The function creates "
-            "the model, and the batch specifies the shapes and dtypes of its "
-            "data. Pass both."
+            "A plan must be for one script or one module (-m). Received: "
+            f"{given}. Pass exactly one of them."
         )
-    module, _, function = (options.function or "").partition(":")
-    if options.function and not (module and function.isidentifier()):
-        raise ValueError(
-            "--model must be a module and a function, separated by a colon. "
-            f"Received: {options.function!r}. Pass, for example, --model "
-            "models:make_7b."
-        )
-
-
-def _check_script(script: str) -> None:
-    if not os.path.isfile(script):
+    if script and not os.path.isfile(script):
         raise ValueError(
             f"The script must be an existing file. Received: {script!r}. Pass "
             "the path of the script."
         )
-    if script.endswith(".ipynb"):
+    if script and script.endswith(".ipynb"):
         python = f"{script.removesuffix('.ipynb')}.py"
         raise ValueError(
             f"The script must be a Python file. Received: {script!r}, a "

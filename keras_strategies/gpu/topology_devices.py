@@ -217,14 +217,6 @@ def make_gpu_devices(
     return tuple(described.devices)
 
 
-def describe_target(device: jax.Device) -> str:
-    """Returns what XLA compiles for, if a device is an absent GPU; else ""."""
-    if not is_absent_gpu(device):
-        return ""
-    kinds = {x.device_kind: x for x in TARGETS.values()}
-    return kinds[device.device_kind].format()
-
-
 def is_absent_gpu(device: jax.Device) -> bool:
     """Returns whether a device is a GPU that programs are only compiled for."""
     client: Any = getattr(device, "client", None)

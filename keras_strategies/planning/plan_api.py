@@ -2,23 +2,16 @@
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keras_strategies._types import Batch
 from keras_strategies.planning.compile import candidates as lib
-from keras_strategies.planning.compile.compiler import (
-    Compiler,
-    find_cache_directory,
-)
+from keras_strategies.planning.compile.compiler import Compiler
 from keras_strategies.planning.compile.estimates import write_notes
-from keras_strategies.planning.compile.planner import (
-    EFFORTS,
-    Effort,
-    iter_plans,
-)
-from keras_strategies.planning.report.planned_step import PlannedStep
-from keras_strategies.planning.report.table import Plan, Show, live_table
+from keras_strategies.planning.compile.planner import EFFORTS, iter_plans
+from keras_strategies.planning.report.table import Plan
 from keras_strategies.planning.seam import (
     Strategy,
     restore_names,
@@ -40,13 +33,11 @@ def make_plan(
     *,
     scale: str,
     effort: str,
-    verify: bool,
-    cache: bool,
     progress: bool,
 ) -> Plan:
     """Implements `Strategy.plan`, which documents the arguments."""
     _check_choice("scale", scale, _SCALES)
-    _check_choice("effort", effort, tuple(EFFORTS))
+    _check_choice("effort", effort, EFFORTS)
     rows = lib.Batch(
         batch, strategy.mesh.num_replicas, is_global=scale == "global"
     )
@@ -54,43 +45,23 @@ def make_plan(
     candidates = list(
         lib.iter_candidates(strategy, maker, rows, topologies, strategies)
     )
-    thorough = Effort(
-        is_full=EFFORTS[effort],
-        is_alone=len(candidates) == 1,
-        is_verified=verify,
-    )
+    steps = []
     try:
         with (
-            contextlib.closing(
-                Compiler(directory=find_cache_directory() if cache else None)
-            ) as compiler,
-            live_table(is_shown=progress) as show,
+            contextlib.closing(Compiler()) as compiler,
+            _preserve_seeds(),
+            restore_names(),
         ):
-            steps = _plan_all(candidates, compiler, thorough, show)
+            for step in iter_plans(candidates, compiler, effort):
+                steps.append(step)
+                if progress and sys.stderr.isatty():
+                    name = f"{step.topology} {step.layout}"
+                    print(f"planned {name}", file=sys.stderr)
     except lib.MakingFailed as failed:
         # Raises the error of the user's function instead of `MakingFailed`.
         raise failed.__cause__ or failed from None
     notes = write_notes(step.topology for step in steps)
-    return Plan(steps=steps, notes=notes, is_brief=strategies is None)
-
-
-def _plan_all(
-    candidates: Sequence[lib.Candidate],
-    compiler: Compiler,
-    effort: Effort,
-    show: Show,
-) -> tuple[PlannedStep, ...]:
-    """Plans all candidates; shows the results so far and the current work."""
-    done: list[PlannedStep] = []
-
-    def on_stage(candidate: lib.Candidate, stage: str) -> None:
-        name = f"{candidate.topology} {candidate.layout}"
-        show(done, f"{name}: {stage}")
-
-    with _preserve_seeds(), restore_names():
-        for step in iter_plans(candidates, compiler, effort, on_stage):
-            done.append(step)
-    return tuple(done)
+    return Plan(steps=tuple(steps), notes=notes)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -3,8 +3,6 @@
 No other module of this room imports them.
 """
 
-from keras_strategies.cluster import untrusted as untrusted
-from keras_strategies.cluster.exchange import message_forms as message_forms
 from keras_strategies.cluster.user_code import (
     make_command_line as make_command_line,
 )
@@ -25,12 +23,8 @@ from keras_strategies.fit.scope_hooks import Call as Call
 from keras_strategies.gpu.topology_devices import (
     complete_options as complete_options,
 )
-from keras_strategies.gpu.topology_devices import (
-    describe_target as describe_target,
-)
 from keras_strategies.gpu.topology_devices import is_absent_gpu as is_absent_gpu
 from keras_strategies.gpu.topology_devices import is_gpu_name as is_gpu_name
-from keras_strategies.gpu.xla_flags import read_flags as read_flags
 from keras_strategies.keras_bridge import model_flops as model_flops
 from keras_strategies.keras_bridge.keras_names import (
     restore_names as restore_names,
@@ -68,9 +62,6 @@ from keras_strategies.strategy.default import (
 )
 from keras_strategies.strategy.default import (
     get_default_strategy as get_default_strategy,
-)
-from keras_strategies.strategy.mirrored import (
-    MirroredStrategy as MirroredStrategy,
 )
 from keras_strategies.strategy.replica_context import (
     ValueContext as ValueContext,

@@ -26,8 +26,6 @@ class PlanMixin:
         *,
         scale: str = "replica",
         effort: str = "auto",
-        verify: bool = False,
-        cache: bool = True,
         progress: bool = True,
     ) -> Any:
         """Estimates the memory and time of train steps on TPUs and GPUs.
@@ -42,8 +40,8 @@ class PlanMixin:
         Bytes and collectives are reported by the compiler. For TPUs, compiling
         at low effort is several times as fast; the reported memory is then
         between a third less and a quarter more than at full effort, which
-        training uses. A candidate near the memory limit, or the only candidate,
-        is also compiled at full effort. Times are estimates.
+        training uses. A candidate near the memory limit is also compiled at
+        full effort. Times are estimates.
 
         Args:
           model: A function that makes and compiles the model, called in the
@@ -63,12 +61,7 @@ class PlanMixin:
             of rows as a replica of this strategy; "global" if `batch` is the
             global batch of every candidate.
           effort: The compiler's effort: "auto", "low" or "full".
-          verify: Whether to find the largest number of rows that fits by
-            compiling at full effort, until one more row on each replica does
-            not fit.
-          cache: Whether to store results for later plans, in the user's cache
-            directory (`XDG_CACHE_HOME`).
-          progress: Whether to show the table while it is being filled, if
+          progress: Whether to write a line for each planned candidate, if
             stderr is a terminal.
 
         Returns:
@@ -103,7 +96,5 @@ class PlanMixin:
             strategies,
             scale=scale,
             effort=effort,
-            verify=verify,
-            cache=cache,
             progress=progress,
         )

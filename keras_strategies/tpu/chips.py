@@ -40,8 +40,8 @@ class Chip:
       on_chip_bytes: Bytes of vector memory (VMEM), on the chip itself. 0 for a
         GPU.
       source: The web page that contains these values.
-      other_flops: Peak rates for products in other dtypes, by their names. See
-        `Product`. By default, they are those in bfloat16.
+      other_flops: Peak rates for products in other dtypes, by XLA's names. By
+        default, they are those in bfloat16.
       host_bandwidth: The bandwidth of PCIe to the host per direction, in bytes
         per second: that of 16 lanes for a GPU; for a TPU, an assumed one.
       network_bandwidth: For a GPU, the bandwidth of the network between hosts,
@@ -78,7 +78,7 @@ class Chip:
     min_seconds: float = 1.2e-6
 
     def find_flops(self, dtype: str) -> float:
-        """Returns the peak rate for products of a dtype; see `Product`."""
+        """Returns the peak rate for products of a dtype."""
         return self.other_flops.get(dtype, self.flops)
 
 

@@ -1,6 +1,5 @@
 """`keras-strategies plan` and its arguments."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -28,20 +27,6 @@ ANY = ("--topology", "v5e:4x4", "-m", "train")
             ["--topology", "v5e:4x4", "nowhere.py"],
             "script must be an existing file",
         ),
-        (["--topology", "v5e:4x4", "--model", "a:b"], "used together"),
-        (
-            ["--topology", "v5e:4x4", "--model", "a", "--batch", "2:int32"],
-            "separated by a colon",
-        ),
-        *(
-            (
-                ["--topology", "v5e:4x4", "--model", "a:b", "--batch", batch],
-                "sizes and a dtype",
-            )
-            for batch in ("x:y", "8x4:foo", "8x4:int3", "8x٤:int32", "8x0:int8")
-        ),
-        ([*ANY, "--processes", "-1"], "positive number. Received: -1"),
-        ([*ANY, "--processes", "0"], "positive number. Received: 0"),
         ([*ANY, "--html", "/nowhere/plan.html"], "'/nowhere/plan.html'"),
         ([*ANY, "--html", "."], "must be a file"),
     ],
@@ -68,12 +53,6 @@ def test_a_topology_is_required(capsys):
 def test_names_of_gpus_need_no_libtpu(
     name, words, tmp_path, monkeypatch, capfd
 ):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *args: None if name == "libtpu" else find(name, *args),
-    )
     script = tmp_path / "train.py"
     script.write_text("")
     # `main` sets them.
@@ -83,30 +62,6 @@ def test_names_of_gpus_need_no_libtpu(
     (line,) = capfd.readouterr().err.splitlines()
     assert words in line
     assert f"Received: {name!r}" in line
-    both = ["--topology", name, "--topology", "v5e:4x4"]
-    assert main(["plan", str(script), *both]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "TPUs needs libtpu" in line
-    assert "Received: --topology v5e:4x4" in line
-
-
-def test_the_generation_is_checked_before_libtpu_is_needed(
-    tmp_path, monkeypatch, capfd
-):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *args: None if name == "libtpu" else find(name, *args),
-    )
-    script = tmp_path / "train.py"
-    script.write_text("")
-    for variable in ENVIRONMENT:
-        monkeypatch.setenv(variable, os.environ.get(variable, ""))
-    assert main(["plan", str(script), "--topology", "v9x:2x2"]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "Received: 'v9x:2x2'" in line
-    assert "v5p" in line
 
 
 def test_a_plugin_that_does_not_load_is_reported_in_a_line(
@@ -184,7 +139,7 @@ def test_a_script_is_planned_from_the_command_line(tmp_path):
     page = tmp_path / "plan.html"
     words = [sys.executable, "-m", "keras_strategies.cli", "plan"]
     words += ["--topology", "v5e:2x2", "--json", "--html", str(page)]
-    words += ["--no-cache", str(script), "--", "--epochs", "3"]
+    words += [str(script), "--", "--epochs", "3"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     plan = json.loads(ended.stdout)
@@ -216,7 +171,7 @@ def test_an_interrupted_plan_prints_its_rows(tmp_path):
     )
     words = [sys.executable, "-c", code, "plan"]
     words += ["--topology", "v5e:2x2", "--topology", "v5e:2x4", "--json"]
-    words += ["--layout", "replicated", "--no-cache", "--processes", "1"]
+    words += ["--layout", "replicated", "--processes", "1"]
     with subprocess.Popen(
         [*words, str(script)],
         stdout=subprocess.PIPE,
@@ -250,7 +205,7 @@ def test_a_script_that_catches_all_errors_and_goes_on_is_planned(
         + "        time.sleep(0.1)\n"
     )
     words = ["--topology", "v5e:2x2", "--layout", "replicated", "--json"]
-    assert main(["plan", *words, "--no-cache", str(script)]) == 0
+    assert main(["plan", *words, str(script)]) == 0
     (step,) = json.loads(capfd.readouterr().out)["steps"]
     assert step["error"] is None
 
@@ -270,7 +225,7 @@ def test_a_script_of_another_directory_is_planned(
         MIRRORED + "import sizes\nmodel.fit(x, y, batch_size=sizes.ROWS)"
     )
     monkeypatch.chdir(elsewhere if is_module else tmp_path / "here")
-    words = ["--topology", "v5e:2x2", "--layout", "replicated", "--no-cache"]
+    words = ["--topology", "v5e:2x2", "--layout", "replicated"]
     words += ["-m", "train"] if is_module else [str(script)]
     assert main(["plan", "--json", *words]) == 0
     (step,) = json.loads(capsys.readouterr().out)["steps"]
@@ -288,7 +243,7 @@ def test_a_script_of_another_directory_is_planned(
         (
             HEAD
             + "import argparse\nargparse.ArgumentParser().parse_args(['a'])",
-            r"exited with 2 .* Its last output: '.*arguments: a'",
+            r"exited with 2 .* Its last output:\n(.*\n)*.*arguments: a",
         ),
         (
             MIRRORED.replace("(30)", "(15_000_000)").split("x, y")[0]
@@ -303,7 +258,7 @@ def test_scripts_that_end_before_they_train(tmp_path, text, message, capfd):
     script = tmp_path / "train.py"
     script.write_text(text)
     words = ["--topology", "v5e:2x2", "--layout", "replicated", "--json"]
-    assert main(["plan", *words, "--no-cache", str(script)]) == 1
+    assert main(["plan", *words, str(script)]) == 1
     (step,) = json.loads(capfd.readouterr().out)["steps"]
     assert re.search(message, step["error"]), step["error"]
 

@@ -62,7 +62,6 @@ from keras_strategies.job.local_gpus import (
     parse_gpus,
 )
 from keras_strategies.job.place import find_unjoined_job
-from keras_strategies.planning.compile import compiler as compiling
 from keras_strategies.planning.compile.layouts import parse_layout
 from keras_strategies.tpu.topology import Topology
 from keras_strategies.watchdog.failure_detector import Heartbeat
@@ -106,29 +105,6 @@ STRUCTURES = [
     batch_spec.make_spec({"a": (_ROWS, [np.ones(2, "int32")]), "b": _ROWS}),
     batch_spec.make_spec((_ROWS, None)),
     batch_spec.make_spec((_ROWS, {1: np.ones(2, "U5")})),
-]
-FIGURES = [
-    json.dumps(
-        {
-            "argument_bytes": 8,
-            "output_bytes": 0,
-            "temporary_bytes": 12.5,
-            "flops": 1e12,
-            "kernel_flops": 1e9,
-            "code_bytes": 64,
-            "moved_bytes": 3e9,
-            "busy_seconds": 0.25,
-            "latency_seconds": 0.0,
-            "link_seconds": {"all-reduce": 0.125},
-            "waiting_seconds": {},
-            "top_operations": {"gather in a layer": 0.1},
-            "unknown_loops": {},
-            "compile_seconds": 3.5,
-            "counts": {"all-reduce": 2},
-            "sent": {"all-reduce": 64.0},
-        }
-    ),
-    json.dumps({"misfit": "RESOURCE_EXHAUSTED: of HBM", "needed": 17e9}),
 ]
 NONCE = job_secret.make_nonce()
 HELLOS = [
@@ -492,12 +468,6 @@ PARSERS: dict[str, Parser] = {
         ),
         is_text=False,
         puts=train_callback.MARK,
-    ),
-    "kept figures": Parser(
-        FIGURES,
-        lambda directory: lambda _: compiling._read(directory / "f.json"),
-        is_text=False,
-        puts="f.json",
     ),
     "layouts of a plan": Parser(
         ["sharded:16+model:4", "slots:8", "replicated"],

@@ -16,7 +16,7 @@ def test_a_script_is_planned_for_gpus_that_are_not_there(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(MIRRORED + "model.fit(x, y)\n")
     words = [sys.executable, "-m", "keras_strategies.cli", "plan", "--json"]
-    words += ["--topology", "h100:2", "--layout", "replicated", "--no-cache"]
+    words += ["--topology", "h100:2", "--layout", "replicated"]
     # A plan uses no device, whatever JAX is told.
     environment = os.environ | {"JAX_PLATFORMS": "cuda"}
     ended = subprocess.run(

@@ -17,7 +17,7 @@ from tests.support.plain_keras import mirrored
 
 pytestmark = pytest.mark.gpu
 
-QUIET = {"cache": False, "progress": False}
+QUIET = {"progress": False}
 # An H100, in operations and bytes a second.
 HALF, TF32, MEMORY, NVLINK = 989e12, 495e12, 3350e9, 450e9
 PRODUCTS, CONVOLUTIONS, BYTES = 0.65, 0.55, 0.75
@@ -206,14 +206,12 @@ def test_the_rows_that_fit_are_those_of_the_gpu_s_memory():
     # XLA computes values again in programs that need 76 percent of the memory,
     # so their bytes would not grow with the rows.
     few, many = (
-        plan(deep, (array(n, 8192), array(n, 8192)), "h100:1", verify=verify)
-        for n, verify in ((2**14, False), (2**19, True))
+        plan(deep, (array(n, 8192), array(n, 8192)), "h100:1")
+        for n in (2**14, 2**19)
     )
     assert few.fits
     assert many.bytes_in_all > 0.7 * LIMIT
     assert many.max_rows == pytest.approx(few.max_rows, rel=0.02)
-    assert many.is_max_verified
-    assert not few.is_max_verified
 
 
 def test_more_gpus_than_rows_are_reported():

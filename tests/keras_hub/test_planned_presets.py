@@ -1,10 +1,7 @@
 """Planned scripts that create keras-hub's models from presets."""
 
-import shutil
-
 import pytest
 
-from keras_strategies.planning.capture.errors import PlanError
 from tests.planning.capture.scripts import HEAD
 from tests.planning.capture.test_early_calls import run
 
@@ -62,48 +59,3 @@ def test_a_local_preset_needs_its_config_alone(
     )
     assert capture.step.rows == 16
     assert ("were not loaded" in capture.patches.note) == is_noted
-
-
-@pytest.mark.parametrize("version", ["/2", ""])
-def test_a_preset_in_kaggles_cache_is_found(
-    tmp_path, preset, monkeypatch, version
-):
-    directory = tmp_path / "cache/models/user/bert/keras/tiny"
-    for number in "12":
-        shutil.copytree(preset, directory / number)
-    (directory / "1/config.json").write_text("{}")
-    monkeypatch.setenv("KAGGLEHUB_CACHE", str(tmp_path / "cache"))
-    name = f"kaggle://user/bert/keras/tiny{version}"
-    capture = run(tmp_path, SCRIPT.format(CLASSIFIER.format(name, "")))
-    assert capture.step.rows == 16
-
-
-@pytest.mark.parametrize(
-    "name", ["bert_tiny_en_uncased", "hf://nobody/nothing", "kaggle://a/b/c/d"]
-)
-def test_a_preset_that_is_not_here_is_not_downloaded(
-    tmp_path, monkeypatch, name
-):
-    for variable in ("KAGGLEHUB_CACHE", "HF_HUB_CACHE", "HF_HOME"):
-        monkeypatch.setenv(variable, str(tmp_path / "empty"))
-
-    def connect(*args, **kwargs):
-        raise AssertionError("connects to another machine")
-
-    monkeypatch.setattr("socket.socket.connect", connect)
-    code = SCRIPT.format(CLASSIFIER.format(name, ""))
-    with pytest.raises(PlanError, match="from_preset") as error:
-        run(tmp_path, code)
-    assert "local preset directory" in str(error.value)
-    assert name in str(error.value)
-    assert "not on this machine: config.json" in str(error.value)
-
-
-def test_a_tokenizer_of_a_preset_is_not_downloaded(tmp_path, monkeypatch):
-    monkeypatch.setenv("KAGGLEHUB_CACHE", str(tmp_path / "empty"))
-    code = HEAD + (
-        "import keras_hub\n"
-        "keras_hub.tokenizers.Tokenizer.from_preset('bert_tiny_en_uncased')"
-    )
-    with pytest.raises(PlanError, match="local preset directory"):
-        run(tmp_path, code)

@@ -216,7 +216,7 @@ def test_plans_advise_it():
     with strategy.scope():
         model = make_model("tied", is_blocked=False)
     batch = jax.ShapeDtypeStruct((1024, LENGTH), "int32")
-    options = {"strategies": "replicated", "cache": False}
+    options = {"strategies": "replicated"}
     (step,) = strategy.plan(model, (batch, batch), **options).steps
     advice = "`ks.experimental.blocked_head(model)` computes the loss without"
     assert advice in step.advice

@@ -60,6 +60,5 @@ def step(**given):
         "tokens": 2048,
         "max_rows": 7,
         "is_full_effort": True,
-        "compile_seconds": 12.5,
     }
     return PlannedStep(**facts | given)

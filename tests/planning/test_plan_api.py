@@ -15,7 +15,7 @@ from tests.support.plain_keras import mirrored
 
 SHAPE = jax.ShapeDtypeStruct((16, 40), "float32")
 BATCH = (SHAPE, SHAPE)
-QUIET = {"cache": False, "progress": False}
+QUIET = {"progress": False}
 LAYOUTS = ["replicated", "slots", "sharded"]
 
 
@@ -78,7 +78,6 @@ def test_a_plan_has_the_slots_on_the_host_of_a_process():
     # On four devices of this process.
     assert offloaded.host_bytes == 2 * usual.memory["weights"]
     assert usual.host_bytes == 0
-    assert "host GB" in str(plan)
     assert offloaded.layout == "SlotsOnly(min_size=1, offload='optimizer')"
 
 
@@ -113,7 +112,7 @@ def test_plans_need_no_import_but_the_packages():
         "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n"
         "model.compile('sgd', 'mse')\n"
         "batch = keras.ops.ones((8, 4)), keras.ops.ones((8, 2))\n"
-        "options = {'cache': False, 'progress': False}\n"
+        "options = {'progress': False}\n"
         "options['strategies'] = 'replicated'\n"
         "plan = strategy.plan(model, batch, **options)\n"
         "assert isinstance(plan, ks.Plan)\n"
@@ -161,7 +160,7 @@ def test_of_a_deep_model_the_step_that_runs_is_compiled(is_scanned):
         ),
         ({"strategies": "tiny"}, ValueError, "'sharded:64'"),
         ({"strategies": 3}, TypeError, "names or partitioners"),
-        ({"topologies": []}, ValueError, "at least one topology"),
+        ({"topologies": []}, TypeError, "names of TPUs"),
         ({"topologies": 3}, TypeError, "names of TPUs"),
         ({"scale": "local"}, ValueError, "`scale` must be one of"),
         ({"effort": "high"}, ValueError, "`effort` must be one of"),
@@ -199,24 +198,3 @@ def test_what_is_wrong_with_a_candidate_is_said_in_its_row(layout, message):
 def test_what_the_function_raises_is_raised(maker, error):
     with pytest.raises(error):
         mirrored(2).plan(maker, BATCH, **QUIET)
-
-
-def test_figures_are_kept_for_the_next_plan(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    strategy = mirrored(2)
-
-    def planned(width):
-        return strategy.plan(
-            lambda: make_model(width=width),
-            BATCH,
-            strategies="replicated",
-            progress=False,
-        ).steps[0]
-
-    first = planned(40)
-    files = list(tmp_path.rglob("*.json"))
-    assert len(files) == 2
-    assert planned(40).bytes_in_all == first.bytes_in_all
-    assert len(list(tmp_path.rglob("*.json"))) == 2
-    planned(50)
-    assert len(list(tmp_path.rglob("*.json"))) == 4

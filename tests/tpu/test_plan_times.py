@@ -24,7 +24,7 @@ for 256 units in programs compiled at full effort (the mean of both directions;
 the gradients of the weights are summed after the loops)."""
 
 
-QUIET = {"effort": "low", "cache": False, "progress": False}
+QUIET = {"effort": "low", "progress": False}
 
 
 def plan(maker, batch, topology="v5e:2x2", layout="replicated"):

@@ -162,6 +162,7 @@ class Capture:
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context for strategies' scopes: variables get no values."""
+        self.patches.patch_hub()
         return abstract()
 
     # Data.

@@ -1,11 +1,9 @@
 """The child process of `keras-strategies plan` that plans one candidate.
 
-The current directory is on the process's `sys.path` only if it plans a module
-or a function.
+The current directory is on the process's `sys.path` only if it plans a module.
 """
 
 import contextlib
-import importlib
 import json
 import os
 import pathlib
@@ -25,30 +23,13 @@ from keras_strategies.planning.capture.errors import (
     PlanError,
     ScriptEnded,
 )
-from keras_strategies.planning.capture.library_patches import LibraryPatches
-from keras_strategies.planning.capture.request import (
-    Request,
-    parse_shape_and_dtype,
-)
+from keras_strategies.planning.capture.request import Request
 from keras_strategies.planning.capture.script import end_process, run_script
-from keras_strategies.planning.compile import candidates
-from keras_strategies.planning.compile.candidates import Candidate
-from keras_strategies.planning.compile.compiler import (
-    Compiler,
-    find_cache_directory,
-    strip_colors,
-)
+from keras_strategies.planning.compile.compiler import Compiler, strip_colors
 from keras_strategies.planning.compile.layouts import Layout, parse_layout
-from keras_strategies.planning.compile.planner import (
-    EFFORTS,
-    Effort,
-    iter_plans,
-)
+from keras_strategies.planning.compile.planner import Candidate, iter_plans
 from keras_strategies.planning.compile.step import Step
-from keras_strategies.planning.seam import (
-    MirroredStrategy,
-    make_devices,
-)
+from keras_strategies.planning.seam import make_devices
 
 _MAX_LINES = 12
 _MAX_CAUSES = 20
@@ -59,10 +40,9 @@ _POLL_SECONDS = 1.0
 
 
 def main(descriptor: str, words: str, parent: str) -> NoReturn:
-    """Plans the candidate and writes the results to a file descriptor.
+    """Plans the candidate and writes the result to a file descriptor.
 
-    Each result is a line of JSON: first the preliminary result, from compiling
-    at low effort, and then the final result or an error.
+    The result, or an error, is a line of JSON.
 
     Args:
       descriptor: The number of the file descriptor, as text.
@@ -112,7 +92,6 @@ class Worker:
     def __init__(self, request: Request, file: TextIO) -> None:
         self._request, self._file = request, file
         self._process = os.getpid()
-        self._patches = LibraryPatches()
 
     def send(self, **answer: object) -> None:
         """Writes an answer, except in a child that the script has forked."""
@@ -127,8 +106,8 @@ class Worker:
                 self.send(step=step)
         except BaseException as error:
             sys.stdout.flush()
-            name = "ended" if isinstance(error, ScriptEnded) else "error"
-            self.send(**{name: self._describe(error)})
+            is_ended = isinstance(error, ScriptEnded)
+            self.send(error=self._describe(error), is_ended=is_ended)
 
     def _describe(self, error: BaseException) -> str:
         text = strip_colors(_describe_error(error, self._request))
@@ -136,35 +115,25 @@ class Worker:
             text = f"{text[:_MAX_LETTERS]} ..."
         return text
 
-    def plan(self) -> dict[str, Any] | None:
-        """Plans the candidate.
-
-        Returns:
-          The result as a dict for JSON; None for a script, whose result is sent
-          while it runs.
-        """
-        if self._request.function:
-            return self._plan_candidate(_make_function_candidate(self._request))
-        devices = make_devices(
-            self._request.topology, has_unlimited_memory=True
-        )
-        _clear_output()
-        return self.plan_script(devices)
-
-    def plan_script(self, devices: Sequence[jax.Device]) -> None:
+    def plan(self) -> None:
         """Runs the script, and plans and sends its first step.
 
         The step is planned inside the contexts (`with`) that surround it in the
         script.
-
-        Args:
-          devices: The devices of the slice.
         """
+        devices = make_devices(
+            self._request.topology, has_unlimited_memory=True
+        )
+        _clear_output()
+        self.plan_script(devices)
+
+    def plan_script(self, devices: Sequence[jax.Device]) -> None:
+        """Implements `plan`, for the devices of the slice."""
         request, layout = self._request, parse_layout(self._request.layout)
         is_scripts = request.is_default and layout == Layout()
 
         def plan(step: Step, name: str) -> None:
-            self.answer(lambda: self._plan_step(step, name))
+            self.answer(lambda: self._plan_step(step, name, capture))
             if threading.current_thread() is not threading.main_thread():
                 # The main thread may wait forever for the result of this
                 # thread's step, so the process ends here.
@@ -176,10 +145,11 @@ class Worker:
             is_per_replica=request.scale == "replica",
             plan=plan,
         )
-        self._patches = capture.patches
         run_script(capture, request)
 
-    def _plan_step(self, step: Step, layout: str) -> dict[str, Any]:
+    def _plan_step(
+        self, step: Step, layout: str, capture: Capture
+    ) -> dict[str, Any]:
         """Plans a step that was captured from the script."""
         candidate = Candidate(
             topology=self._request.topology,
@@ -188,28 +158,15 @@ class Worker:
             make=lambda: step,
             describe=self._describe,
         )
-        with warnings.catch_warnings(record=True) as caught:
-            planned = self._plan_candidate(candidate)
-        notes = (self._patches.note, *_list_warnings(caught))
-        words = filter(None, (*notes, planned["advice"]))
-        return planned | {"advice": " ".join(words)}
-
-    def _plan_candidate(self, candidate: Candidate) -> dict[str, Any]:
-        request = self._request
-        effort = Effort(
-            is_full=EFFORTS[request.effort],
-            is_alone=request.is_alone,
-            is_verified=request.verify,
-        )
-        directory = find_cache_directory() if request.cache else None
-        with contextlib.closing(Compiler(directory=directory)) as compiler:
-            (step,) = iter_plans(
-                [candidate],
-                compiler,
-                effort,
-                on_row=lambda row: self.send(row=row.to_json()),
-            )
-        return step.to_json()
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            contextlib.closing(Compiler()) as compiler,
+        ):
+            effort = self._request.effort
+            (planned,) = iter_plans([candidate], compiler, effort)
+        notes = (capture.patches.note, *_list_warnings(caught))
+        advice = " ".join(filter(None, (*notes, planned.advice)))
+        return planned.to_json() | {"advice": advice}
 
 
 def _list_warnings(caught: Sequence[warnings.WarningMessage]) -> list[str]:
@@ -218,33 +175,8 @@ def _list_warnings(caught: Sequence[warnings.WarningMessage]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def _make_function_candidate(request: Request) -> Candidate:
-    """Returns the candidate for a request that names a function."""
-    module, name = request.function.split(":")
-    batch = tuple(
-        jax.ShapeDtypeStruct(*parse_shape_and_dtype(text))
-        for text in request.batch
-    )
-    is_global = request.scale == "global"
-    strategy = MirroredStrategy(jax.devices("cpu")[:1])
-    # The current directory is added after all other imports, because its files
-    # may shadow other modules.
-    sys.path.insert(0, os.getcwd())
-    maker = getattr(importlib.import_module(module), name)
-    (candidate,) = candidates.iter_candidates(
-        strategy,
-        candidates.get_maker(maker),
-        candidates.Batch(batch, 1, is_global=is_global),
-        [request.topology],
-        [request.layout],
-    )
-    return candidate
-
-
 def _describe_error(error: BaseException, request: Request) -> str:
     """Returns an error's text, with the line of the script that raised it."""
-    if isinstance(error, candidates.MakingFailed):
-        error = error.__cause__ or error
     line = _find_line(error, request)
     refusal = _find_refusal(error)
     if refusal is not None:

@@ -24,7 +24,7 @@ _GPU_NOTE = (
     "XLA chooses the kernels of products, convolutions and attention only on a "
     "GPU. Here, products and convolutions reach the share of the GPU's peak "
     "that they reached on an H100, and the memory that cuDNN uses is not "
-    "counted."
+    "counted. Between hosts, the network of NVIDIA's machines is assumed."
 )
 _HIDDEN = ("all-gather",)
 """Collectives that XLA computes beside other work in programs for training, but
@@ -96,19 +96,8 @@ def write_notes(topologies: Iterable[str]) -> tuple[str, ...]:
     Args:
       topologies: The names of the candidates' topologies.
     """
-    gpus = [name for name in topologies if is_gpu_name(name)]
-    notes = [_NOTE, _GPU_NOTE] if gpus else [_NOTE]
-    speeds = set[float]()
-    for gpu, _, shape in (name.partition(":") for name in gpus):
-        hosts = shape.split("x")[:-1]
-        if hosts not in ([], ["1"]):
-            speeds.add(chips.GPUS[gpu].network_bandwidth)
-    if speeds:
-        shown = " or ".join(f"{speed / 1e9:.0f}" for speed in sorted(speeds))
-        notes.append(
-            f"Between hosts, a network of {shown} GB/s for each GPU is assumed."
-        )
-    return tuple(notes)
+    has_gpus = any(map(is_gpu_name, topologies))
+    return (_NOTE, _GPU_NOTE) if has_gpus else (_NOTE,)
 
 
 def describe_unknown(costs: Costs) -> str:

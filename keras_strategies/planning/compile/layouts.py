@@ -155,21 +155,18 @@ def check_topologies(spec: object) -> list[str]:
     """Returns the names of topologies as a list, without duplicates.
 
     Raises:
-      TypeError: if `spec` is not a string or a sequence of strings.
-      ValueError: if `spec` is empty.
+      TypeError: if `spec` is not a string or a sequence, or is empty.
     """
     names = [spec] if isinstance(spec, str) else spec
-    if not isinstance(names, Sequence) or not all(
-        isinstance(name, str) for name in names
+    if (
+        not isinstance(names, Sequence)
+        or not names
+        or not all(isinstance(name, str) for name in names)
     ):
         raise TypeError(
             "The topologies of a plan must be names of TPUs or GPUs. Received: "
-            f"{spec!r}. Pass, for example, ['v5e:4x4', 'h100:8']."
-        )
-    if not names:
-        raise ValueError(
-            "A plan needs at least one topology. Received: topologies=[]. "
-            "Omit `topologies` to plan for the strategy's devices."
+            f"{spec!r}. Pass, for example, ['v5e:4x4', 'h100:8'], or omit "
+            "`topologies` to plan for the strategy's devices."
         )
     return list(dict.fromkeys(names))
 

@@ -22,8 +22,6 @@ from keras_strategies.planning.compile.estimates import (
 )
 from keras_strategies.planning.compile.lines import (
     Line,
-    add_growth,
-    find_max_rows,
     get_bytes,
     memory_breakdown,
 )
@@ -35,25 +33,21 @@ from keras_strategies.planning.report.advice import (
     write_advice,
 )
 from keras_strategies.planning.report.planned_step import PlannedStep
-from keras_strategies.planning.seam import (
-    chips,
-    is_absent_gpu,
-)
+from keras_strategies.planning.seam import chips
 
 _NEAR = (0.65, 1.25)
 """If the bytes at low effort are between these fractions of the limit, they are
 verified at full effort. Programs compiled at full effort were measured to need
 between a fifth less and half more."""
-_QUICK_SECONDS = 30.0
-"""If compiling a model at low effort takes less than this time, compiling it at
-full effort is considered quick. Full effort takes up to twelve times longer."""
-_MAX_TRIES = 24
 _MORE = {"gpu": 15}
 """The number of additional rows of the second program, as a multiple of the
 rows of the first program; by default 3. With fewer, their bytes might not be
 visible, because the peak memory of the two programs may be at different points
 of the step. Programs for GPUs may be larger than the memory."""
 _HUGE = 2**20
+EFFORTS = ("auto", "low", "full")
+"""How thoroughly to compile. "full" also compiles at full effort; "auto" does
+so only if the bytes are near the limit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,45 +70,15 @@ class Candidate:
     describe: Callable[[Exception], str] = str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Effort:
-    """Options for how thoroughly candidates are compiled.
-
-    Attributes:
-      is_full: Whether to compile at full effort in addition to low effort. None
-        to do so only if the bytes are near the limit.
-      is_alone: Whether there is only one candidate. Then the model is also
-        compiled at full effort if compiling is quick.
-      is_verified: Whether the largest number of rows that fits is found by
-        compiling at full effort, for that number and for one more row.
-    """
-
-    is_full: bool | None = None
-    is_alone: bool = False
-    is_verified: bool = False
-
-
-EFFORTS = {"auto": None, "low": False, "full": True}
-"""Values of `Effort.is_full`, by the values of the argument `effort`."""
-
-
 def iter_plans(
-    candidates: Sequence[Candidate],
-    compiler: Compiler,
-    effort: Effort,
-    on_stage: Callable[[Candidate, str], None] = lambda candidate, stage: None,
-    on_row: Callable[[PlannedStep], None] = lambda row: None,
+    candidates: Sequence[Candidate], compiler: Compiler, effort: str
 ) -> Iterator[PlannedStep]:
     """Plans candidates in the given order.
 
     Args:
       candidates: The candidates.
       compiler: The compiler.
-      effort: How thoroughly to compile.
-      on_stage: A function that is called with a candidate and a description of
-        what is being done for it.
-      on_row: A function that is called with a candidate's preliminary result,
-        from compiling at low effort, before more is compiled for it.
+      effort: One of `EFFORTS`.
 
     Yields:
       The planned step of each candidate. The next candidate is started before
@@ -122,8 +86,7 @@ def iter_plans(
     """
     begun: list[_Planning] = []
     for candidate in candidates:
-        on_stage(candidate, "tracing")
-        begun.append(_Planning(candidate, compiler, effort, on_stage, on_row))
+        begun.append(_Planning(candidate, compiler, effort))
         if len(begun) > 1:
             yield begun.pop(0).finish()
     for planning in begun:
@@ -136,9 +99,7 @@ class _Planning:
 
     candidate: Candidate
     compiler: Compiler
-    effort: Effort
-    on_stage: Callable[[Candidate, str], None]
-    on_row: Callable[[PlannedStep], None]
+    effort: str
 
     def __post_init__(self) -> None:
         devices = self.candidate.devices
@@ -147,37 +108,32 @@ class _Planning:
         self._is_tpu = devices[0].platform == "tpu"
         processes = {device.process_index for device in devices}
         self._num_local = len(devices) // len(processes)
-        self._is_absent = self._is_tpu or is_absent_gpu(devices[0])
         self._error: str | None = None
-        self._replicas = 0
+        self._rows = self._replicas = 0
         self._notes: list[str] = []
         try:
             self._step = self.candidate.make()
+            self._rows = self._step.rows
             replicas = self._replicas = self._step.mesh.num_replicas
-            rows = self._step.rows
-            each = max(-(-rows // replicas), 1) * replicas
-            more = each * _MORE.get(devices[0].platform, 3)
-            self._low = self._begin(rows, rows + more)
+            each = max(-(-self._rows // replicas), 1) * replicas
+            self._more = each * _MORE.get(devices[0].platform, 3)
+            self._first = self._compile(self._step, self._rows)
+            self._second = self._begin_larger()
         except (ValueError, TypeError, RuntimeError) as error:
             self._error = self.candidate.describe(error)
 
-    def _begin(
-        self, rows: int, more: int
-    ) -> "list[concurrent.futures.Future[Outcome]]":
-        self._rows = (rows, more)
-        first = self._compile(self._step, rows)
+    def _begin_larger(self) -> "concurrent.futures.Future[Outcome] | None":
         try:
-            return [first, self._compile(self._step, more)]
+            return self._compile(self._step, self._rows + self._more)
         except Exception as error:
             # Tracing may fail only for the larger number of rows, for example
             # if a loss requires a certain batch size. In this case, the planned
             # step does not tell how many rows fit.
-            self._rows = (rows, rows)
             self._notes.append(
                 "It is unknown how many rows fit, because more rows raise an "
                 f"error: {summarize_error(error)}"
             )
-            return [first, first]
+            return None
 
     def _compile(
         self, step: Step, rows: int, *, is_full: bool = False
@@ -202,98 +158,77 @@ class _Planning:
             return self._make_row(error=str(error).partition("\n")[0])
 
     def _finish(self) -> PlannedStep:
-        self.on_stage(self.candidate, "compiling")
-        first, second = (future.result() for future in self._low)
-        low = Line(
+        low = self._first.result()
+        needed, larger = get_bytes(low), None
+        if self._second is not None:
+            larger = get_bytes(self._second.result())
+        slope = None
+        if needed is not None and larger is not None:
+            slope = (larger - needed) / self._more
+        line = Line(
             rows=self._rows,
-            figures=(first, second),
+            outcome=low,
+            bytes_per_row=slope,
             # Only the TPU compiler has several efforts.
             is_full=not self._is_tpu,
         )
-        line = low
-        row = self._describe_step(low, low)
-        self.on_row(row)
-        if self._is_in_doubt(low):
-            self.on_stage(self.candidate, "compiling at full effort")
-            full = self._compile(self._step, self._rows[0], is_full=True)
-            outcome = full.result()
-            line = Line(
-                rows=self._rows,
-                figures=(outcome, add_growth(outcome, first, second)),
-                is_full=True,
+        if self._needs_full_effort(low):
+            full = self._compile(self._step, self._rows, is_full=True)
+            line = dataclasses.replace(
+                line, outcome=full.result(), is_full=True
             )
-            row = self._describe_step(low, line)
-        if self.effort.is_verified and self._is_absent and self._limit:
-            row = self._verify_max_rows(row, line)
-        return self._add_advice(row, first)
+        return self._add_advice(self._describe_step(low, line), low)
 
-    def _is_in_doubt(self, line: Line) -> bool:
-        if not self._is_tpu or self.effort.is_full is False:
+    def _needs_full_effort(self, low: Outcome) -> bool:
+        if not self._is_tpu or self.effort == "low":
             return False
-        is_quick = self.effort.is_alone and self._is_quick(line)
-        if self.effort.is_full or is_quick:
+        if self.effort == "full":
             return True
-        figures = line.figures[0]
-        if self._limit is None:
+        needed = get_bytes(low)
+        if self._limit is None or needed is None:
             return False
-        if isinstance(figures, DoesNotFit):
-            needed = figures.needed
-            return needed is not None and needed < self._limit * _NEAR[1]
-        return figures.bytes_in_all > _NEAR[0] * self._limit
+        share = needed / self._limit
+        # Arrays of a program that fits may share memory.
+        return _NEAR[0] < share and (isinstance(low, Costs) or share < _NEAR[1])
 
-    def _is_quick(self, line: Line) -> bool:
-        """Returns whether the model should compile quickly at full effort."""
-        took = [f.compile_seconds for f in line.figures if isinstance(f, Costs)]
-        return max(took, default=0.0) < _QUICK_SECONDS
-
-    def _describe_step(self, low: Line, line: Line) -> PlannedStep:
+    def _describe_step(self, low: Outcome, line: Line) -> PlannedStep:
         """Returns a planned step with the results of the compilations.
 
         Args:
           low: The costs at low effort, from which times are estimated.
           line: The costs from which the bytes are taken.
         """
-        figures, fast = line.figures[0], low.figures[0]
-        took = sum(
-            f.compile_seconds
-            for x in {id(low): low, id(line): line}.values()
-            for f in x.figures
-            if isinstance(f, Costs)
-        )
-        maximum = self._find_max_rows(line)
+        costs, maximum = line.outcome, self._find_max_rows(line)
         facts: dict[str, Any] = {
             "is_full_effort": line.is_full,
             "tokens": self._step.tokens,
-            "compile_seconds": took,
             "memory": memory_breakdown(self._step.state_bytes(), line),
             "max_rows": maximum,
-            "bytes_in_all": get_bytes(figures),
+            "bytes_in_all": get_bytes(costs),
             "host_bytes": self._step.host_bytes() * self._num_local,
         }
-        if isinstance(figures, DoesNotFit):
-            error = str(figures) if figures.needed is None else None
+        if isinstance(costs, DoesNotFit):
+            error = str(costs) if costs.needed is None else None
             return self._make_row(error=error, **facts)
         if self._is_tpu and line.is_full:
             facts["is_accepted"] = True
-            accepted = self._rows[0] // self._replicas
+            accepted = self._rows // self._replicas
             if maximum is not None:
                 facts["max_rows"] = max(maximum, accepted)
         steps = self._step.steps
-        facts["counts"] = {
-            k: round(n / steps) for k, n in figures.counts.items()
-        }
-        facts["sent"] = {k: n / steps for k, n in figures.sent.items()}
-        if self._chip is not None and isinstance(fast, Costs):
+        facts["counts"] = {k: round(n / steps) for k, n in costs.counts.items()}
+        facts["sent"] = {k: n / steps for k, n in costs.sent.items()}
+        if self._chip is not None and isinstance(low, Costs):
             facts["estimate"] = estimate(
-                fast,
+                low,
                 self._chip,
-                self._step.model_flops(self._rows[0]),
+                self._step.model_flops(self._rows),
                 steps=steps,
-                scheduled=figures if line.is_full else None,
+                scheduled=costs if line.is_full else None,
                 host_bytes=self._step.host_bytes(),
             )
             facts["top_operations"] = {
-                k: n / steps for k, n in fast.top_operations.items()
+                k: n / steps for k, n in low.top_operations.items()
             }
         return self._make_row(**facts)
 
@@ -308,10 +243,9 @@ class _Planning:
         has_remat = self._step.has_remat
         is_much = row.memory.get("activations", 0) > (row.bytes_in_all or 0) / 2
         if again is not None and (row.fits is False or is_much):
-            self.on_stage(self.candidate, "with keras.RematScope")
             # Keras cannot rematerialize some layers, such as `Dropout`.
             with contextlib.suppress(Exception):
-                after = get_bytes(self._compile(again, self._rows[0]).result())
+                after = get_bytes(self._compile(again, self._rows).result())
             has_remat |= after is None
         advice = write_advice(
             row,
@@ -338,41 +272,6 @@ class _Planning:
         rows = max(math.floor(maximum / self._replicas), 0)
         return rows if rows <= _HUGE else None
 
-    def _verify_max_rows(self, row: PlannedStep, line: Line) -> PlannedStep:
-        """Returns the planned step with `max_rows` found by compiling."""
-        first, second = map(get_bytes, line.figures)
-        if row.max_rows is None and first is not None and second is not None:
-            # More than `_HUGE` rows fit, or the rows make no difference.
-            return row
-        guess = 1 if row.max_rows is None else row.max_rows
-        try:
-            maximum, is_verified = find_max_rows(
-                guess, self._limit or 0, self._try_rows, _MAX_TRIES
-            )
-        except Exception as error:
-            self._notes.append(
-                "The number of rows that fit was not verified, because "
-                f"compiling raised an error: {summarize_error(error)}"
-            )
-            return row
-        return dataclasses.replace(
-            row, max_rows=maximum, is_max_verified=is_verified
-        )
-
-    def _try_rows(self, rows: int) -> tuple[bool, float | None]:
-        """Compiles the step at full effort for a number of rows per replica.
-
-        Returns whether the step fits, and the bytes that it needs if known.
-        """
-        self.on_stage(self.candidate, f"trying {rows} rows per replica")
-        number = rows * self._replicas
-        outcome = self._compile(self._step, number, is_full=True).result()
-        needed = get_bytes(outcome)
-        if not self._is_tpu and needed is not None:
-            # XLA compiles programs for GPUs of any size.
-            return needed <= (self._limit or 0), needed
-        return isinstance(outcome, Costs), needed
-
     def _make_row(self, **facts: Any) -> PlannedStep:
         candidate = self.candidate
         return PlannedStep(
@@ -380,7 +279,7 @@ class _Planning:
             layout=candidate.layout,
             num_devices=len(candidate.devices),
             num_replicas=self._replicas,
-            rows=getattr(self, "_rows", (0,))[0],
+            rows=self._rows,
             limit_bytes=self._limit,
             **facts,
         )

@@ -1,6 +1,5 @@
 """The step of a custom training loop: a call of `strategy.run` to plan."""
 
-import collections
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -46,52 +45,21 @@ class RunStep(Step):
             _wrap_array, (tuple(args), dict(kwargs)), is_leaf=_is_leaf
         )
         leaves = jax.tree.leaves(self._given, is_leaf=_is_leaf)
-        batches = [leaf for leaf in leaves if _is_rows(leaf)]
-        shapes = [x.arrays[0].shape[1:] for x in leaves if _is_of_rows(x)]
-        replicas = self.mesh.num_replicas
-        # The number of rows per replica, if it was guessed from the shapes of
-        # per-replica values because no argument is a distributed batch;
-        # otherwise 0.
-        self._own_rows = 0 if batches else _guess_rows(shapes)
-        if batches:
-            self.rows = max(leaf.arrays[0].shape[0] for leaf in batches)
-        elif self._own_rows:
-            self.rows = self._own_rows * replicas
-        else:
-            self.rows = replicas
+        rows = [x.arrays[0].shape[0] for x in leaves if _is_rows(x)]
+        self.rows = max(rows, default=self.mesh.num_replicas)
 
     def lower(self, rows: int) -> jax.stages.Lowered:
         """Implements `Step.lower`."""
-        if rows != self.rows and self._own_rows:
-            try:
-                return self._lower(rows)
-            except Exception:
-                # The guess was wrong. The arrays are not a batch, so the number
-                # of rows cannot be changed.
-                rows = self.rows
-        return self._lower(rows)
-
-    def _lower(self, rows: int) -> jax.stages.Lowered:
         replicas = self.mesh.num_replicas
 
         def scale(leaf: object) -> object:
-            if _is_rows(leaf):
-                dim = 0
-            elif self._own_rows and _is_of_rows(leaf, self._own_rows):
-                dim = 1
-            else:
+            if not _is_rows(leaf):
                 return leaf
             array = leaf.arrays[0]
-            shape = list(array.shape)
-            number = -(-shape[dim] * rows // self.rows)
-            if dim == 0:
-                # Rounded up to a multiple of the number of replicas.
-                number = -(-number // replicas) * replicas
-            shape[dim] = number
-            array = jax.ShapeDtypeStruct(
-                tuple(shape), array.dtype, sharding=array.sharding
-            )
-            return values.PerReplica.of(array, leaf.layout)
+            number = -(-array.shape[0] * rows // self.rows)
+            # Rounded up to a multiple of the number of replicas.
+            shape = -(-number // replicas) * replicas, *array.shape[1:]
+            return values.PerReplica.of(array.update(shape=shape), leaf.layout)
 
         args, kwargs = jax.tree.map(scale, self._given, is_leaf=_is_leaf)
         with collect_reasons() as reasons:
@@ -148,36 +116,8 @@ def _is_rows(leaf: object) -> TypeGuard[values.PerReplica]:
     return isinstance(leaf, values.PerReplica) and leaf.layout == values.ROWS
 
 
-def _is_of_rows(
-    leaf: object, rows: int | None = None
-) -> TypeGuard[values.PerReplica]:
-    """Returns whether a per-replica value has `rows` rows on each replica."""
-    if not isinstance(leaf, values.PerReplica):
-        return False
-    shape = leaf.arrays[0].shape
-    if leaf.layout != values.STACKED or len(shape) < 2:
-        return False
-    return rows is None or shape[1] == rows
-
-
 def _wrap_array(leaf: object) -> object:
     """Converts arrays to replicated values; returns other values unchanged."""
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return values.Mirrored(leaf)
     return leaf
-
-
-def _guess_rows(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Guesses a batch's number of rows from shapes of per-replica values.
-
-    Returns:
-      The first dimension of one of the arrays that have at least two
-      dimensions, or 0 without such arrays. If these dimensions differ, the one
-      that most arrays have in common is chosen, and in a tie that of the
-      largest array.
-    """
-    counts = collections.Counter(shape[0] for shape in shapes)
-    matrices = [shape for shape in shapes if len(shape) > 1]
-    if not matrices:
-        return 0
-    return max(matrices, key=lambda s: (counts[s[0]], math.prod(s)))[0]

@@ -1,7 +1,6 @@
 """Computes how long collectives use the links between chips, or networks."""
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -117,57 +116,26 @@ def _find_share(
     """Returns the share of a chip's links that a collective can use.
 
     It is the share of the chip that has the fewest links to other chips of its
-    group, which all others wait for. A link that leads to another chip of the
-    group only through d - 1 others is shared with the groups of these chips.
+    group, which all others wait for: along each dimension one, or two if the
+    group is a whole ring. A link that leads to another chip of the group only
+    through d - 1 others is shared with the groups of these chips.
     """
-    ends = np.array([place for place in places])
+    ends = np.array(places)
     sizes = (ends.max(0) - ends.min(0) + 1).tolist()
-    shares: list[float] = []
+    shares = [1.0]
     for group in groups:
-        members = {tuple(places[k]) for k in group}
-        if len(members) > 1:
-            shares += (
-                _count_links(m, members, sizes, num_links) for m in members
-            )
-    return min(max(min(shares, default=1.0), 1 / num_links), 1.0)
-
-
-def _count_links(
-    place: tuple[int, ...],
-    members: set[tuple[int, ...]],
-    sizes: Sequence[int],
-    num_links: int,
-) -> float:
-    """Returns the share of a chip's links that lead to its group."""
-    total = 0.0
-    for dim in range(len(sizes)):
-        found = [
-            _find_distance(place, members, sizes, num_links, dim, sign)
-            for sign in (1, -1)
-        ]
-        # Around a ring, the long way is not used.
-        shortest = min(found)
-        total += found.count(shortest) / shortest
-    return total / num_links
-
-
-def _find_distance(
-    place: tuple[int, ...],
-    members: set[tuple[int, ...]],
-    sizes: Sequence[int],
-    num_links: int,
-    dim: int,
-    sign: int,
-) -> float:
-    """Returns the distance to the next chip of a group in one direction."""
-    size = sizes[dim]
-    for distance in range(1, size):
-        at = place[dim] + sign * distance
-        if not 0 <= at < size and not _is_ring(size, num_links):
-            break
-        if (*place[:dim], at % size, *place[dim + 1 :]) in members:
-            return distance
-    return math.inf
+        total = 0.0
+        for size, column in zip(sizes, ends[list(group)].T, strict=True):
+            found = np.unique(column)
+            if len(found) == 1:
+                continue
+            distance = float(found[-1] - found[0]) / (len(found) - 1)
+            is_whole = len(found) * distance == size
+            is_closed = is_whole and _is_ring(size, num_links)
+            total += (2 if is_closed else 1) / distance
+        # The two cores of a chip are in the same place.
+        shares.append(total / num_links if total else 1.0)
+    return max(min(shares), 1 / num_links)
 
 
 def _is_ring(size: int, num_links: int) -> bool:

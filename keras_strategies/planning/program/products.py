@@ -4,7 +4,6 @@ GPU programs call libraries for some of them: cuBLAS for products, cuDNN for
 convolutions and attention.
 """
 
-import dataclasses
 import functools
 import math
 import re
@@ -32,26 +31,18 @@ _CUDNN_PRODUCTS = {False: 2, True: 5}
 """The number of matrix products of attention, forward and backward."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """A matrix product or a convolution.
-
-    Attributes:
-      flops: Number of multiplications and additions.
-      dtype: XLA's name of the dtype that is multiplied, such as "bf16". It ends
-        with "exact" if the highest precision was requested.
-    """
-
-    flops: float
-    dtype: str
-
-
 def list_products(
     program: hlo.Program,
     computation: hlo.Computation,
     instruction: hlo.Instruction,
-) -> Iterator[Product]:
-    """Yields the products of an instruction, without attention's kernels."""
+) -> Iterator[tuple[str, float]]:
+    """Yields the products of an instruction, without attention's kernels.
+
+    For each matrix product or convolution, yields XLA's name of the dtype that
+    is multiplied, such as "bf16", and the number of multiplications and
+    additions. The name ends with "exact" if the highest precision was
+    requested.
+    """
     opcode = instruction.opcode
     flops = None
     if opcode == "convolution":
@@ -61,7 +52,7 @@ def list_products(
     elif opcode == "custom-call":
         flops = _count_library_call(computation, instruction)
     if flops:
-        yield Product(flops, _find_dtype(computation, instruction))
+        yield _find_dtype(computation, instruction), flops
     inner = program.find_called(instruction)
     if opcode == "fusion" and inner is not None:
         for x in inner.instructions:

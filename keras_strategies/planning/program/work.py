@@ -52,7 +52,7 @@ class Work:
 
     Attributes:
       products: Number of multiplications and additions, by the dtype that is
-        multiplied. See `Product`.
+        multiplied. See `list_products`.
       kernel_flops: The operations in attention kernels; not a part of
         `products`.
       integers: Number of integer operations of random bits on a TPU. On a GPU,
@@ -148,8 +148,8 @@ def count_work(
             key = f"{name}:{place}" if is_tuple else name
             written[key] = float(array.padded)
     products = collections.defaultdict[str, float](float)
-    for product in list_products(program, computation, instruction):
-        products[product.dtype] += product.flops
+    for dtype, flops in list_products(program, computation, instruction):
+        products[dtype] += flops
     return Work(
         products=products,
         kernel_flops=count_kernel(computation, instruction) if is_call else 0.0,

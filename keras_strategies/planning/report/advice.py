@@ -102,16 +102,10 @@ def _advise_on_memory(step: PlannedStep, total: float) -> str:
                 f"replica (up to {step.max_rows} fit) add little time."
             )
     spare = (step.limit_bytes or 0) - total
-    if step.is_accepted and spare < 0:
-        return (
-            "No memory is left. The step fits only because some arrays share "
-            "memory."
-        )
     if spare < 0.05 * (step.limit_bytes or 0) and step.limit_bytes:
-        spare_gb = f"{spare / BYTES_PER_GB:.2f}"
         return (
-            f"Only {spare_gb} GB are left, so the step may no longer fit after "
-            "a small change."
+            f"Only {format_gb(max(spare, 0))} GB are left, so the step may no "
+            "longer fit after a small change."
         )
     return ""
 

@@ -86,5 +86,3 @@ def _iter_facts(step: PlannedStep) -> Iterator[str]:
     for kind, count in step.counts.items():
         sent = decimal(int(step.sent.get(kind, 0.0)))
         yield f"{count:,} {kind}, {sent} in total"
-    if step.compile_seconds:
-        yield f"compiled in {step.compile_seconds:,.1f} s"

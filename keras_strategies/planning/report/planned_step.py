@@ -100,8 +100,6 @@ class PlannedStep:
         tokens.
       max_rows: The largest number of rows per replica that fits, or None if
         unknown.
-      is_max_verified: Whether `max_rows` was verified by compiling at full
-        effort: it fits, and one more row on each replica does not.
       is_full_effort: Whether the bytes are those of a program compiled at full
         effort, as for training. Otherwise the program was compiled faster, and
         the reported bytes are up to a quarter more or a third less than at full
@@ -109,7 +107,6 @@ class PlannedStep:
       is_accepted: Whether the TPU's compiler accepted the program of the
         whole model for this number of rows. Then the step fits, even if the sum
         of the bytes exceeds the limit because some arrays share memory.
-      compile_seconds: The total compile time in seconds.
       advice: A sentence of advice, or "".
       error: If the step could not be planned: the reason. Otherwise None.
 
@@ -142,10 +139,8 @@ class PlannedStep:
     )
     tokens: int | None = None
     max_rows: int | None = None
-    is_max_verified: bool = False
     is_full_effort: bool = False
     is_accepted: bool = False
-    compile_seconds: float = 0.0
     advice: str = ""
     error: str | None = None
 

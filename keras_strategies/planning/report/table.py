@@ -1,16 +1,12 @@
 """`Plan`: a step's memory and time on devices, as table, HTML and JSON."""
 
-import contextlib
 import dataclasses
 import io
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import rich.box
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -23,10 +19,6 @@ from keras_strategies.planning.report.planned_step import (
 _MANY = 10_000
 _WIDE = 100
 """The width of a terminal, in characters, that fits the whole table."""
-_LITTLE = 0.05
-"""The share of a device's memory, or of the time, that a layout must save to be
-shown."""
-Show = Callable[[Sequence[PlannedStep], str], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -40,7 +32,6 @@ class Plan:
     Attributes:
       steps: One planned step per candidate, in the requested order.
       notes: Sentences that apply to all candidates.
-      is_brief: Whether the table leaves out layouts that save little memory.
 
     Example:
       ```python
@@ -52,7 +43,6 @@ class Plan:
 
     steps: Sequence[PlannedStep]
     notes: Sequence[str] = ()
-    is_brief: bool = False
 
     @property
     def fastest(self) -> PlannedStep | None:
@@ -71,25 +61,10 @@ class Plan:
 
         return make_page(self, self.steps)
 
-    def _repr_html_(self) -> str:
-        # The page is in a frame, so that the notebook's style does not affect
-        # it.
-        return (
-            f'<iframe srcdoc="{escape(self.to_html())}" '
-            'title="keras-strategies plan" sandbox style="width: 100%; '
-            'height: 40rem; border: 0"></iframe>'
-        )
-
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> RenderResult:
-        width = options.max_width
-        is_wide = width >= _WIDE
-        table = _make_table(self, is_wide, is_stacked=False)
-        wide = options.update(max_width=_MANY)
-        if Measurement.get(console, wide, table).maximum > width:
-            table = _make_table(self, is_wide, is_stacked=True)
-        yield table
+        yield _make_table(self, is_wide=options.max_width >= _WIDE)
         yield from map(Text, _iter_sentences(self))
 
     def __str__(self) -> str:
@@ -101,120 +76,37 @@ class Plan:
     __repr__ = __str__
 
 
-@contextlib.contextmanager
-def live_table(*, is_shown: bool = True) -> Iterator[Show]:
-    """Shows a table that can be updated on stderr, if it is a terminal.
-
-    Args:
-      is_shown: Whether to show the table at all.
-
-    Yields:
-      A function that updates the table. Its arguments are the planned steps so
-      far, and a line of text about the current work.
-    """
-    if not is_shown or not sys.stderr.isatty():
-        yield lambda steps, text: None
-        return
-    from rich.console import Group
-    from rich.live import Live
-    from rich.spinner import Spinner
-
-    def show(steps: Sequence[PlannedStep], text: str) -> None:
-        live.update(Group(Plan(steps=tuple(steps)), Spinner("dots", text)))
-
-    with Live(console=Console(stderr=True), transient=True) as live:
-        yield show
-
-
-def _make_table(plan: Plan, is_wide: bool, is_stacked: bool) -> Table:
-    """Returns a plan's table.
-
-    If `is_stacked`, each layout is on a second line, below its topology.
-    """
+def _make_table(plan: Plan, is_wide: bool) -> Table:
     is_of_tokens = any(step.tokens is not None for step in plan.steps)
-    has_host = any(step.host_bytes for step in plan.steps)
     headers = [
-        *("rows", "fits", "GB a\ndevice"),
-        *(["host GB\na process"] if has_host else []),
-        "most\nrows",
+        *("rows", "fits", "GB a\ndevice", "most\nrows"),
         *("ms a\nstep", f"{'tokens' if is_of_tokens else 'rows'}\na second"),
         "MFU",
     ]
     if is_wide:
         headers += ["bound\nby", "effort"]
     table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ["topology"] if is_stacked else ["topology", "layout"]:
-        table.add_column(name, no_wrap=not is_stacked)
+    for name in ("topology", "layout"):
+        table.add_column(name, overflow="fold")
     for name in headers:
         table.add_column(name, justify="right", no_wrap=True, overflow="fold")
-    left_out = _list_left_out(plan)
     for step in plan.steps:
-        if step in left_out:
-            continue
-        topology, layout, *cells = _format_cells(step, is_of_tokens)
-        if has_host:
-            cells.insert(3, format_gb(step.host_bytes))
-        names = [topology, layout]
-        if is_stacked:
-            names = ["\n".join(names)]
-        table.add_row(*map(Text, (*names, *cells[: len(headers)])))
+        cells = _format_cells(step, is_of_tokens)[: len(headers)]
+        table.add_row(*map(Text, (step.topology, step.layout, *cells)))
     return table
-
-
-def _list_left_out(plan: Plan) -> list[PlannedStep]:
-    """Returns the steps of layouts that gain little over replicated ones."""
-    if not plan.is_brief:
-        return []
-    usual = {
-        step.topology: step
-        for step in plan.steps
-        if step.layout == "replicated" and step.fits
-    }
-    return [
-        step
-        for step in plan.steps
-        if step.layout != "replicated"
-        and step.fits
-        and step.topology in usual
-        and not _is_better(step, usual[step.topology])
-    ]
-
-
-def _is_better(step: PlannedStep, usual: PlannedStep) -> bool:
-    """Returns whether a step needs much less memory or time than another.
-
-    An unknown number counts as better.
-    """
-    sizes = usual.bytes_in_all, step.bytes_in_all, step.limit_bytes
-    rates = usual.rows_per_second, step.rows_per_second
-    if None in sizes or None in rates:
-        return True
-    before, after, limit = (float(size or 0) for size in sizes)
-    slower, faster = (float(rate or 0) for rate in rates)
-    is_smaller = before - after >= _LITTLE * limit
-    return is_smaller or faster * (1 - _LITTLE) >= slower
 
 
 def _iter_sentences(plan: Plan) -> Iterator[str]:
     """Yields the sentences that are printed below a plan's table."""
     names_by_text: dict[str, list[str]] = {}
-    left_out = _list_left_out(plan)
-    shown = [step for step in plan.steps if step not in left_out]
-    for step in shown:
+    for step in plan.steps:
         text = " ".join(x for x in (step.error, step.advice) if x)
         if text:
             name = f"{step.topology} {step.layout}"
             names_by_text.setdefault(text, []).append(name)
     for text, names in names_by_text.items():
-        is_of_all = len(names) == len(shown) > 1
+        is_of_all = len(names) == len(plan.steps) > 1
         yield f"{'all' if is_of_all else ', '.join(names)}: {text}"
-    if left_out:
-        names = ", ".join(f"{x.topology} {x.layout}" for x in left_out)
-        yield (
-            f"{names}: left out, because this saves less than "
-            f"{100 * _LITTLE:.0f} % of a device's memory and of the time, "
-            "compared with replicated. To show it, name the layouts to plan."
-        )
     yield from (*_iter_marks(plan), *plan.notes)
 
 
@@ -238,13 +130,11 @@ def _iter_marks(plan: Plan) -> Iterator[str]:
             "memory and time. Use a number of rows that all replicas can share "
             "evenly."
         )
-    if any(s.is_max_verified for s in known):
-        yield "* verified by compiling: one more row does not fit."
 
 
 def _format_cells(step: PlannedStep, is_of_tokens: bool) -> tuple[str, ...]:
     if step.error is not None:
-        return (step.topology, step.layout, *["-"] * 9)
+        return ("-",) * 9
     rows = step.rows / max(step.num_replicas, 1)
     each = f"{rows:,.0f}" if rows >= _MANY else f"{rows:,.4g}"
     fits = {True: "yes", False: "no", None: "?"}[step.fits]
@@ -258,8 +148,6 @@ def _format_cells(step: PlannedStep, is_of_tokens: bool) -> tuple[str, ...]:
     if step.max_rows is not None:
         many = step.max_rows >= _MANY
         maximum = _format_large(step.max_rows) if many else str(step.max_rows)
-    if step.is_max_verified:
-        maximum += "*"
     time = bound = mfu = "-"
     if step.estimate is not None:
         time = _format_ms(step.estimate.seconds)
@@ -269,16 +157,8 @@ def _format_cells(step: PlannedStep, is_of_tokens: bool) -> tuple[str, ...]:
             mfu = f"{100 * step.estimate.utilization:.0f} %"
     rate = step.tokens_per_second if is_of_tokens else step.rows_per_second
     effort = "full" if step.is_full_effort else "low"
-    return (
-        *(step.topology, step.layout, each, fits, memory, maximum),
-        *(
-            time,
-            "-" if rate is None else _format_large(rate),
-            mfu,
-            bound,
-            effort,
-        ),
-    )
+    rate = "-" if rate is None else _format_large(rate)
+    return each, fits, memory, maximum, time, rate, mfu, bound, effort
 
 
 def _format_ms(seconds: float) -> str:

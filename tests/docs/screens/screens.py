@@ -50,7 +50,7 @@ with strategy.scope():
     model.compile("adam", "mse")
 shapes = [jax.ShapeDtypeStruct((32, n), "float32") for n in (64, 8)]
 layouts = ["replicated", "sharded"]
-options = {"cache": False, "progress": False}
+options = {"progress": False}
 print(strategy.plan(model, tuple(shapes), strategies=layouts, **options))
 """
 FIGURES = {

@@ -4,7 +4,6 @@ import io
 import json
 import pathlib
 import re
-import signal
 import subprocess
 import sys
 
@@ -13,15 +12,15 @@ import pytest
 
 from keras_strategies.cluster.user_code import make_command_line
 from keras_strategies.planning.capture import processes, worker
-from keras_strategies.planning.capture import request as request_lib
 from keras_strategies.planning.capture.capture import Capture
 from keras_strategies.planning.capture.errors import PlanError
 from keras_strategies.planning.capture.request import Request
 from keras_strategies.planning.capture.script import run_script
 from tests.planning.capture.scripts import HEAD, MODEL
 from tests.planning.made import step as make_step
-from tests.support import strangers
 from tests.support.combinations import combine
+
+REQUEST = Request(script="", topology="v5e:2x2", layout="replicated")
 
 
 def test_a_request_is_what_it_was():
@@ -34,18 +33,7 @@ def test_a_request_is_what_it_was():
     assert Request.from_text(request.to_text()) == request
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("8x2048:int32", ((8, 2048), "int32")),
-        ("4:bfloat16", ((4,), "bfloat16")),
-    ],
-)
-def test_shapes_in_words(text, expected):
-    assert request_lib.parse_shape_and_dtype(text) == expected
-
-
-@pytest.mark.multi_process
+@pytest.mark.tpu
 @pytest.mark.parametrize("first", combine(["", "os.fork()"], every=2))
 def test_a_process_ends_with_the_command(tmp_path, first):
     # In a session of its own with what its script starts.
@@ -54,7 +42,7 @@ def test_a_process_ends_with_the_command(tmp_path, first):
         "import os, pathlib, time\n"
         f"{first}\npathlib.Path('started').touch()\ntime.sleep(600)"
     )
-    request = Request(topology="v5e:4x4", layout="", function="sleeper:make")
+    request = Request(topology="v5e:4x4", layout="slots", script="sleeper.py")
     worker_words = [*make_command_line(worker.__name__, "1", request.to_text())]
     command = (
         "import os, subprocess, time\n"
@@ -81,12 +69,12 @@ from keras_strategies.planning.capture.request import Request
 def plan(self):
     child = os.fork()
     if not child:
-        self.send(row={"of": "the child"})
+        self.send(step={"of": "the child"})
         os._exit(0)
     os.waitpid(child, 0)
     return {"of": "the process"}
 worker.Worker.plan = plan
-request = Request(topology="", layout="")
+request = Request(script="", topology="", layout="")
 worker.main("1", request.to_text(), str(os.getppid()))
 """
     ended = subprocess.run(
@@ -95,7 +83,7 @@ worker.main("1", request.to_text(), str(os.getppid()))
     assert json.loads(ended.stdout) == {"step": {"of": "the process"}}
 
 
-def answers_of(tmp_path, text, layout="replicated", **given):
+def answers_of(tmp_path, text, layout="replicated"):
     """What the process of a script answers, which ends in time."""
     (tmp_path / "script.py").write_text(text)
     command = (
@@ -103,10 +91,12 @@ def answers_of(tmp_path, text, layout="replicated", **given):
         "from keras_strategies.planning.capture import processes\n"
         "from keras_strategies.planning.capture.request import Request\n"
         "request = Request.from_text(sys.argv[1])\n"
-        "plan = processes.plan_in_processes([request])\n"
+        "plan, is_complete = processes.plan_in_processes([request])\n"
+        "assert is_complete\n"
         "print(json.dumps(plan.to_json()))\n"
     )
-    request = Request(topology="v5e:2x2", layout=layout, **given)
+    given = {"topology": "v5e:2x2", "layout": layout}
+    request = Request(script="script.py", **given)
     words = [sys.executable, "-c", command, request.to_text()]
     ended = subprocess.run(
         words, cwd=tmp_path, capture_output=True, text=True, timeout=120
@@ -115,117 +105,33 @@ def answers_of(tmp_path, text, layout="replicated", **given):
     return step
 
 
-@pytest.mark.slow
+@pytest.mark.tpu
 def test_what_a_script_forks_ends_with_it(tmp_path):
     text = (
         "import os, pathlib, time\n"
         "child = os.fork()\n"
         "if child == 0:\n    time.sleep(600)\n    os._exit(0)\n"
         "pathlib.Path('child').write_text(str(child))\n"
-        "raise ValueError('of the module')\n"
+        "raise ValueError('of the script')\n"
     )
-    step = answers_of(tmp_path, text, function="script:make")
-    assert "of the module" in step["error"]
+    step = answers_of(tmp_path, text)
+    assert "of the script" in step["error"]
     child = pathlib.Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
     # A zombie has ended, and waits for who has started it.
     assert not child.exists() or child.read_text().split()[2] == "Z"
 
 
-@pytest.mark.multi_process
-def test_modules_of_the_current_directory_are_not_imported(
-    tmp_path, monkeypatch
-):
-    imported = strangers.write(tmp_path)
-    (tmp_path / "models.py").write_text("raise ValueError('of the module')")
-    monkeypatch.chdir(tmp_path)
-    given = {"topology": "v5e:2x2", "layout": "replicated"}
-    request = Request(**given, function="models:make")
-    (step,) = processes.plan_in_processes([request]).steps
-    assert "of the module" in step.error
-    assert not imported.exists()
-
-
-@pytest.mark.multi_process
+@pytest.mark.tpu
 def test_nothing_is_said_about_an_output_that_is_none(tmp_path):
     text = "import os\nos._exit(5)"
-    step = answers_of(tmp_path, text, function="script:make")
+    step = answers_of(tmp_path, text)
     assert step["error"] == "The planning process ended with exit status 5."
-
-
-@pytest.mark.multi_process
-def test_an_interrupted_plan_has_the_rows_that_are_known(tmp_path):
-    (tmp_path / "fails.py").write_text("raise ValueError('of the module')")
-    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)")
-    command = (
-        "import json\n"
-        "from keras_strategies.planning.capture import processes\n"
-        "from keras_strategies.planning.capture.request import Request\n"
-        "requests = [\n"
-        "    Request(topology=t, layout='replicated', function=f't:make')\n"
-        "    for t in ('fails', 'fails', 'sleeps', 'waits')\n"
-        "]\n"
-        "with processes.first_signal() as received:\n"
-        "    plan = processes.plan_in_processes(requests, 1, received)\n"
-        "print(json.dumps([*received, plan.to_json()]))\n"
-    ).replace("f't:make'", "f'{t}:make'")
-    with subprocess.Popen(
-        [sys.executable, "-c", command],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        lines = iter(process.stderr.readline, "")
-        seen = [next(x for x in lines if "planning" in x)]
-        while "planning sleeps replicated" not in seen[-1]:
-            seen.append(next(lines))
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
-    # The same candidate is planned once.
-    starts = [line for line in seen if "plan: planning fails" in line]
-    assert len(starts) == 1
-    assert "(0 of 4 done)" in seen[0]
-    assert "(2 of 4 done)" in seen[-1]
-    number, plan = json.loads(out)
-    assert number == signal.SIGTERM
-    (step,) = plan["steps"]
-    assert (step["topology"], step["layout"]) == ("fails", "replicated")
-    assert "of the module" in step["error"]
-    assert "interrupted after 2 of 4 candidates" in plan["notes"][-1]
-
-
-NOISE = [
-    "E0000 00:00:1795710482.274679    3083 common_lib.cc:554] INVALID_ARGUMENT",
-    "W1126 16:08:40.123456 140000 saving_api.py:12] words",
-    "2026-11-26 16:08:40.123456: I tensorflow/core/util/port.cc:153] oneDNN",
-    "WARNING:absl:You are saving your model",
-    "WARNING: All log messages before absl::InitializeLog() is called are",
-    "WARNING: Logging before InitGoogle() is written to STDERR",
-    "=== Source Location Trace: === ",
-    "learning/45eac/tfrc/runtime/libtpu_init_utils.cc:327",
-    "  ",
-]
-
-
-@pytest.mark.parametrize("line", NOISE)
-def test_lines_of_logs_are_no_last_words(line):
-    assert processes.find_last_line(["usage: train.py", line]) == [
-        "usage: train.py"
-    ]
-    assert processes.find_last_line([line]) == []
-
-
-@pytest.mark.parametrize(
-    "line", ["WARNING: no data", "Epoch 00:00: E is 3", "E1234 is no order"]
-)
-def test_what_only_looks_like_a_log_is_kept(line):
-    assert processes.find_last_line(["first", line]) == [line]
 
 
 @pytest.mark.tpu
 def test_what_libtpu_writes_is_no_output_of_a_script(tmp_path):
     text = HEAD + "import sys\nsys.exit('need 32 replicas')"
-    step = answers_of(tmp_path, text, script="script.py")
+    step = answers_of(tmp_path, text)
     assert step["error"] == (
         "The script exited with 'need 32 replicas' before it trained a model."
     )
@@ -261,7 +167,7 @@ threading.Thread(target=fit).start()
 )
 def test_scripts_that_train_in_a_thread_are_planned(tmp_path, first, last):
     text = THREADS.format(first=first, last=last)
-    step = answers_of(tmp_path, text, script="script.py", cache=False)
+    step = answers_of(tmp_path, text)
     assert step["error"] is None
     assert step["rows"] == 8
 
@@ -280,7 +186,7 @@ def test_a_child_of_the_script_answers_nothing(tmp_path, code):
         + MODEL.replace("\n", "\n    ")
         + "\n    model.fit(x, y)\n"
     )
-    step = answers_of(tmp_path, text, script="script.py", cache=False)
+    step = answers_of(tmp_path, text)
     assert step["error"] is None
     assert step["rows"] == 32
 
@@ -288,7 +194,7 @@ def test_a_child_of_the_script_answers_nothing(tmp_path, code):
 @pytest.mark.tpu
 def test_an_error_of_a_thread_is_reported(tmp_path):
     text = THREADS.format(first="raise ValueError('of the thread')", last="")
-    step = answers_of(tmp_path, text, script="script.py")
+    step = answers_of(tmp_path, text)
     assert "ValueError (line 8 of script.py): of the thread" in step["error"]
 
 
@@ -299,7 +205,7 @@ def test_a_warning_about_the_step_is_part_of_the_advice(tmp_path):
     text = HEAD + loss + "strategy = ks.MirroredStrategy()\n" + model
     # 52 rows, so that the replicas can share them evenly.
     text = text.replace("(50, ", "(52, ") + "model.fit(x, y, batch_size=52)"
-    step = answers_of(tmp_path, text, script="script.py", cache=False)
+    step = answers_of(tmp_path, text)
     assert step["error"] is None
     start = "This step runs over the global batch instead of replica by replica"
     assert step["advice"].startswith(start)
@@ -316,7 +222,7 @@ class Noise(keras.layers.Layer):
 """
     model = MODEL.replace("keras.layers.Dense(30)", "Noise()")
     text = HEAD + layer + "strategy = ks.MirroredStrategy()\n" + model
-    step = answers_of(tmp_path, text + "model.fit(x, x)", script="script.py")
+    step = answers_of(tmp_path, text + "model.fit(x, x)")
     assert step["error"].startswith(
         "ValueError (line 9 of script.py): Exception encountered when calling "
         "Noise.call()."
@@ -363,14 +269,14 @@ def test_the_refusal_is_reported_without_the_words_that_were_added():
         except PlanError as error:
             raise RuntimeError(f"in a layer: {error}") from None
     except RuntimeError as error:
-        text = worker._describe_error(error, Request(topology="", layout=""))
+        text = worker._describe_error(error, REQUEST)
     assert text == "the reason"
 
 
 def test_a_cycle_of_errors_is_described():
     first, second = ValueError("first"), ValueError("second")
     first.__context__, second.__context__ = second, first
-    text = worker._describe_error(first, Request(topology="", layout=""))
+    text = worker._describe_error(first, REQUEST)
     assert text == "ValueError: first"
 
 
@@ -386,8 +292,7 @@ def test_a_model_axis_needs_one_run_even_of_a_script_with_threads(tmp_path):
     text = THREADS.format(first="open('runs', 'a').write('.')", last="")
     text = text.replace(model, transformer)
     text = text.replace("(8, 4)", "(8, 8, 16)").replace("(8, 3)", "(8, 8, 16)")
-    given = {"script": "script.py", "cache": False}
-    step = answers_of(tmp_path, text, layout="model:2", **given)
+    step = answers_of(tmp_path, text, layout="model:2")
     assert step["error"] is None
     assert step["num_replicas"] == 2
     weights = 4 * (4 * 16 * 16 + 4 * 16 + 2 * 16 * 64 + 64 + 16)
@@ -395,31 +300,13 @@ def test_a_model_axis_needs_one_run_even_of_a_script_with_threads(tmp_path):
     assert (tmp_path / "runs").read_text() == "."
 
 
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        (b"", {}),
-        (b'{"row"', {}),
-        # A process that is killed while it writes.
-        (b'{"row": {"a": 1}}\n{"st', {"row": {"a": 1}}),
-        (
-            b'{"row": {"a": 1}}\n{"step": {"a": 2}}\n',
-            {"row": {"a": 1}, "step": {"a": 2}},
-        ),
-    ],
-)
-def test_complete_answers_of_a_process_are_read(raw, expected):
-    assert request_lib.parse_answers(raw) == expected
-
-
 def test_a_long_error_is_cut(tmp_path):
-    request = Request(topology="v5e:2x2", layout="replicated")
     file = io.StringIO()
 
     def fail():
         raise ValueError("\x1b[1mwords\x1b[0m" + "x" * 2_000_000)
 
-    worker.Worker(request, file).answer(fail)
+    worker.Worker(REQUEST, file).answer(fail)
     answer = json.loads(file.getvalue())
     assert answer["error"].startswith("ValueError: wordsxxx")
     assert answer["error"].endswith("x ...")
@@ -433,16 +320,16 @@ def test_a_crash_of_the_compiler_is_named():
         "target.IsManualSubgroup() (0 vs. 1) ",
         "E1126 17:42:09.225166    8351 process_state.cc:708] RAW: Raising",
     ]
-    text = processes._explain_end(-6, lines)
+    text = processes._explain_end(-6, lines, {})
     assert "spmd_partitioner.cc:560] Check failed: target." in text
     assert "SIGABRT" not in text
 
 
 def test_a_script_s_layout_that_is_also_a_default_is_shown_once():
     names = ["sharded", "slots", "sharded"]
-    steps = {k: make_step(layout=name) for k, name in enumerate(names)}
-    steps[3] = make_step(topology="v5e:8x8", layout="sharded")
-    found = processes._sort_steps(steps)
+    steps = [make_step(layout=name) for name in names]
+    steps += [None, make_step(topology="v5e:8x8", layout="sharded")]
+    found = processes._drop_duplicates(steps)
     assert [(x.topology, x.layout) for x in found] == [
         ("v5e:4x4", "sharded"),
         ("v5e:4x4", "slots"),

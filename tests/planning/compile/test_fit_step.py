@@ -67,7 +67,7 @@ def test_blocks_that_keras_cannot_rematerialize_are_planned(kind):
     strategy = ks.MirroredStrategy(jax.devices("cpu")[:2])
     rows = jax.ShapeDtypeStruct((4096, 32), "float32")
     (step,) = strategy.plan(
-        make_model, (rows, rows), strategies="replicated", cache=False
+        make_model, (rows, rows), strategies="replicated"
     ).steps
     assert step.error is None
     # So a plan tries to rematerialize them.
@@ -82,7 +82,7 @@ def test_after_a_plan_seeds_and_names_are_what_they_would_have_been():
     drawn = random.random()
     number = keras.backend.get_uid("dense")
     keras.utils.set_random_seed(3)
-    strategy.plan(make_model, (tokens, tokens), cache=False)
+    strategy.plan(make_model, (tokens, tokens))
     assert random.random() == drawn
     assert keras.backend.get_uid("dense") == number + 1
 
@@ -98,7 +98,7 @@ def test_integers_of_a_model_without_an_embedding_are_no_tokens():
     strategy = ks.MirroredStrategy(jax.devices("cpu")[:1])
     x = jax.ShapeDtypeStruct((4, 6), "int32")
     y = jax.ShapeDtypeStruct((4, 2), "float32")
-    (step,) = strategy.plan(make, (x, y), cache=False).steps[:1]
+    (step,) = strategy.plan(make, (x, y)).steps[:1]
     assert step.error is None
     assert step.tokens is None
 
@@ -118,7 +118,7 @@ def test_steps_of_an_execution_bring_their_batches(has_convolution):
         strategy = ks.MirroredStrategy(jax.devices("cpu")[:2])
         x = jax.ShapeDtypeStruct((32, 8, 8, 3), "float32")
         y = jax.ShapeDtypeStruct((32, 2), "float32")
-        given = {"strategies": "replicated", "cache": False}
+        given = {"strategies": "replicated"}
         (step,) = strategy.plan(make, (x, y), **given).steps
         assert step.error is None
         return step.memory["other"]

@@ -65,12 +65,10 @@ def test_a_page_says_all_of_every_candidate():
         "in total 10.0 GB",
         "limit 16.0 GB",
         "16 devices, 16 replicas, 64 rows (4 on each replica)",
-        "* verified by compiling: one more row does not fit.",
         "step 500 ms",
         "262,144 tokens, 128 rows",
         "MFU at the largest bound's speed: 50 %",
         "12 all-gather, 3.0 GB in total",
-        "compiled in 12.5 s",
         "At full effort, as for training, a step may need up to 20 % less or "
         "50 % more memory.",
         "Use a larger group (`shards`), or a larger slice.",
@@ -140,9 +138,3 @@ def test_everything_given_is_escaped():
     page = Page(Plan(steps=steps, notes=(bad,)).to_html())
     assert not page.all_of("script")
     assert page.text.count("<script>") > 6
-
-
-def test_a_notebook_shows_the_page_in_a_frame_of_its_own():
-    (frame,) = Page(PLAN._repr_html_()).all_of("iframe")
-    assert frame["srcdoc"] == PLAN.to_html()
-    assert frame["sandbox"] is None
