@@ -70,7 +70,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 PLANNERS = {"cli", "planning"}
 # The packages that import others by one module, `seam.py`, and the number of
 # names there. It may only fall.
-SEAMS = {"planning": 49, "estimator": 39}
+SEAMS = {"planning": 49, "estimator": 37}
 # What users see of a package: they import all its rooms.
 FACADES = {"__init__.py", "experimental.py"}
 MAX_MODULES = 16
@@ -95,12 +95,12 @@ MAX_LINES = 400
 # get for it and what it deleted.
 LOGIC_LINES = {
     "": 121,
-    "callbacks": 601,
-    "checkpoint": 2257,
-    "cli": 2437,
+    "callbacks": 549,
+    "checkpoint": 2000,
+    "cli": 2377,
     "cluster": 2649,
     "data": 2934,
-    "estimator": 2983,
+    "estimator": 2532,
     "fit": 2008,
     "gpu": 320,
     "hooks": 1500,

@@ -8,7 +8,7 @@ from keras_strategies.checkpoint import contents, nests
 from keras_strategies.checkpoint.directory.retention import Keep, as_keep
 from keras_strategies.checkpoint.manager import Clock
 from keras_strategies.checkpoint.storage import Storage
-from keras_strategies.cluster.checks import check_number
+from keras_strategies.cluster.checks import check_number, check_type
 from keras_strategies.cluster.exchange.exit_codes import ExitCode, Preempted
 from keras_strategies.fit.callbacks.resumable_fit import (
     CheckpointCallback,
@@ -98,7 +98,10 @@ class Checkpoint(CheckpointCallback):
         resume: Literal["auto"] | bool = "auto",
     ) -> None:
         super().__init__()
-        _check_directory(directory)
+        fix = "Pass a path, such as 'checkpoints'."
+        check_type("`directory`", directory, (str, os.PathLike), "a path", fix)
+        if not os.fspath(directory):
+            raise ValueError(f"`directory` must not be empty. {fix}")
         periods = (save_every_steps, save_every_seconds, save_every_epochs)
         units = ("steps", "seconds", "epochs")
         for unit, value in zip(units, periods, strict=True):
@@ -374,17 +377,3 @@ class Checkpoint(CheckpointCallback):
                 f"exits with exit code {int(ExitCode.PREEMPTED)}."
             )
         raise Preempted
-
-
-def _check_directory(directory: object) -> None:
-    if not isinstance(directory, str | os.PathLike):
-        raise TypeError(
-            "`directory` must be a string or a `pathlib.Path`. "
-            f"Received: an object of type {type(directory).__name__}. "
-            "Pass a path, such as 'checkpoints'."
-        )
-    if not os.fspath(directory):
-        raise ValueError(
-            "`directory` must not be empty. Received: "
-            f"directory={directory!r}. Pass a path, such as 'checkpoints'."
-        )

@@ -54,19 +54,11 @@ class Points:
         """Starts a new file.
 
         Raises:
-          ValueError: if the file cannot be created.
+          OSError: if the file cannot be created; another error for a bucket.
         """
         self.close()
-        if self._directory is None:
-            return
-        try:
+        if self._directory is not None:
             self._begin(self._directory)
-        except self._errors as error:
-            raise ValueError(
-                "`Scalars` must be able to write to its directory. Received: "
-                f"{self._directory!r}: {_describe(error)}. Use a directory "
-                "that this process may write to, on a disk with free space."
-            ) from error
 
     def discard_from(self, step: int) -> None:
         """Declares the points of a step, and of all later steps, obsolete.
@@ -162,15 +154,8 @@ class Points:
             warnings.warn(
                 "`Scalars` could not write to its directory, so it writes no "
                 f"further points in this run. Received: {self._directory!r}: "
-                f"{_describe(error)}. Free space on the disk, or choose "
+                f"{error!r}. Free space on the disk, or choose "
                 "another directory.",
                 RuntimeWarning,
                 stacklevel=4,
             )
-
-
-def _describe(error: Exception) -> str:
-    """Returns an error's text; adds the class name unless it is an OSError."""
-    if isinstance(error, OSError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"

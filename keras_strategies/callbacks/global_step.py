@@ -19,11 +19,7 @@ ROWS = "examples/sec"
 
 
 class GlobalStep:
-    """A counter of the train steps of a model.
-
-    For a model created under a strategy, it counts the steps that the model's
-    train functions have run. For a plain Keras model, it counts the batches
-    that Keras reports to callbacks.
+    """A counter of the train steps of a model that a strategy distributes.
 
     Args:
       start: The number of steps trained before counting starts. None to read
@@ -32,8 +28,8 @@ class GlobalStep:
 
     def __init__(self, start: int | None = None) -> None:
         self._start = start
-        self._numbered = self._counts = Trained()
-        self._base = self._epoch_base = 0
+        self._counts = Trained()
+        self._base = 0
         self._model: weakref.ref[keras.Model] | None = None
 
     @property
@@ -44,17 +40,12 @@ class GlobalStep:
         return self._start + self._counts.steps - self._base
 
     @property
-    def is_numbered(self) -> bool:
-        """Whether `note_batch` counts the steps, as for a plain Keras model."""
-        return self._counts is self._numbered
-
-    @property
-    def rows(self) -> int | None:
-        """A running count of rows trained on; None if unknown.
+    def rows(self) -> int:
+        """A running count of rows trained on.
 
         Only differences between two counts are meaningful.
         """
-        return None if self.is_numbered else self._counts.rows
+        return self._counts.rows
 
     def set(self, step: int) -> None:
         """Sets the number of completed steps, to resume from it."""
@@ -67,9 +58,10 @@ class GlobalStep:
         number of steps to start from.
         """
         if self._model is not None and self._model() is not model:
-            self._start, self._numbered = None, Trained()
+            self._start = None
         binding = find_binding(model)
-        counts = self._numbered if binding is None else binding.trained
+        assert binding is not None
+        counts = binding.trained
         if counts is not self._counts:
             # The counter and the count to subtract from it change together, so
             # that `value` stays the same.
@@ -83,22 +75,6 @@ class GlobalStep:
         """Starts from the optimizer's step count, unless a start was given."""
         if self._start is None:
             self.set(count_optimizer_steps(model))
-
-    def begin_epoch(self) -> None:
-        """Records that an epoch begins: Keras numbers batches from 0 again."""
-        self._epoch_base = self._numbered.steps
-
-    def note_batch(self, batch: int, steps: int | None) -> None:
-        """Records the progress within an epoch.
-
-        Args:
-          batch: The index that Keras assigns to the execution's last batch. It
-            can exceed the index of the epoch's last batch, if the number of
-            steps is not a multiple of `steps_per_execution`.
-          steps: The number of steps in the epoch, or None if unknown.
-        """
-        done = min(batch + 1, steps or batch + 1)
-        self._numbered.steps = self._epoch_base + done
 
 
 class Every:
@@ -118,7 +94,7 @@ class Every:
         self.period = period
         self.due = math.inf
         self._done = 0
-        self._mark: tuple[float, int, int | None] | None = None
+        self._mark: tuple[float, int, int] | None = None
         self._left_out = 0.0
 
     def begin(self, step: int, *, is_on: bool = True) -> None:
@@ -144,13 +120,13 @@ class Every:
             is_last and self.due < math.inf and step > self._done
         )
 
-    def start(self, now: float, step: int, rows: int | None) -> None:
+    def start(self, now: float, step: int, rows: int) -> None:
         """Starts measuring the speed.
 
         Args:
           now: The current time, in seconds.
           step: The number of steps completed.
-          rows: The number of rows trained on, or None if unknown.
+          rows: The number of rows trained on.
         """
         self._mark, self._left_out = (now, step, rows), 0.0
 
@@ -158,18 +134,18 @@ class Every:
         """Excludes from the speed a time that was not spent on training."""
         self._left_out += seconds
 
-    def take(self, now: float, step: int, rows: int | None) -> dict[str, float]:
+    def take(self, now: float, step: int, rows: int) -> dict[str, float]:
         """Marks a step as handled, and returns the speed since the last one.
 
         Args:
           now: The current time, in seconds.
           step: The current step.
-          rows: The number of rows trained on, or None if unknown.
+          rows: The number of rows trained on.
 
         Returns:
-          A dict with the steps per second (`STEPS`) and, if the rows are known,
-          the rows per second (`ROWS`) since the previous measurement. It is
-          empty if no step or no time has passed.
+          A dict with the steps per second (`STEPS`) and the rows per second
+          (`ROWS`) since the previous measurement. It is empty if no step or no
+          time has passed.
         """
         self.begin(step)
         before, left_out = self._mark, self._left_out
@@ -177,7 +153,7 @@ class Every:
         if before is None or step <= before[1] or now - before[0] <= left_out:
             return {}
         seconds = now - before[0] - left_out
-        speed = {STEPS: (step - before[1]) / seconds}
-        if rows is not None and before[2] is not None:
-            speed[ROWS] = (rows - before[2]) / seconds
-        return speed
+        return {
+            STEPS: (step - before[1]) / seconds,
+            ROWS: (rows - before[2]) / seconds,
+        }

@@ -4,11 +4,9 @@ import logging
 import math
 import os
 import time
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import keras
 import numpy as np
 
@@ -20,7 +18,7 @@ from keras_strategies.callbacks.global_step import (
     Every,
     GlobalStep,
 )
-from keras_strategies.cluster.checks import check_number
+from keras_strategies.cluster.checks import check_number, check_type
 from keras_strategies.fit.binding import find_binding
 from keras_strategies.variables.model_variables import (
     read_learning_rates,
@@ -51,8 +49,8 @@ class Scalars(keras.callbacks.Callback):
     resumes at the checkpoint's step, and TensorBoard drops the old points of
     steps that are trained again. The speeds exclude the first execution of a
     fit, which includes compilation, and the time of evaluations. Examples are
-    the rows of all processes, without padding. They are counted only for models
-    created under a strategy.
+    the rows of all processes, without padding. Metrics of more than 100 entries
+    are not written.
 
     Args:
       log_dir: The directory of the run, created if needed. It may be in a
@@ -71,11 +69,12 @@ class Scalars(keras.callbacks.Callback):
 
     Raises:
       ImportError: if tensorboardX, which writes the files, is not installed.
-      TypeError: if `log_dir` is not a path or is empty, or a number is not an
-        integer.
-      ValueError: if a number is negative, or `eval_name` cannot be part of a
-        directory's name. In `fit`, before the first step: if the directory
-        cannot be written to.
+      TypeError: if `log_dir` is not a path, or a number is not an integer.
+      ValueError: if a number is negative.
+      OSError: in `fit`, before the first step: if the directory cannot be
+        written to.
+      RuntimeError: in `fit` and `evaluate`, if the model was compiled outside a
+        strategy's scope.
 
     Example:
       ```python
@@ -99,12 +98,15 @@ class Scalars(keras.callbacks.Callback):
         initial_step: int | None = None,
     ) -> None:
         super().__init__()
-        eval_directory = _eval_directory(eval_name)
+        fix = "Pass the directory to write to."
+        kinds = (str, os.PathLike, type(None))
+        check_type("`log_dir`", log_dir, kinds, "a path, or None", fix)
         if log_dir is None:
             self._train = self._eval = Points(None)
         else:
             check_installed()
-            directory = _directory(log_dir)
+            directory = os.fspath(log_dir)
+            eval_directory = f"eval_{eval_name}" if eval_name else "eval"
             self._train = Points(directory)
             self._eval = Points(os.path.join(directory, eval_directory))
         if log_every_n_steps is None:
@@ -120,7 +122,6 @@ class Scalars(keras.callbacks.Callback):
         self._due = math.inf
         self._test_began = 0.0
         self._validated: set[str] = set()
-        self._left_out: set[str] = set()
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state to save in a checkpoint, as JSON values.
@@ -170,7 +171,6 @@ class Scalars(keras.callbacks.Callback):
             self._has_begun = True
             self._step.settle(self._fitted)
             self._resume_writing()
-        self._step.begin_epoch()
         self._validated = set()
 
     def wants_batch(self, batch: int) -> bool:
@@ -181,8 +181,6 @@ class Scalars(keras.callbacks.Callback):
         """
         if not self._is_writer:
             return False
-        if self._step.is_numbered:
-            self._step.note_batch(batch, (self.params or {}).get("steps"))
         step = self._step.value
         if not self._has_trained:
             # The first execution includes compilation, so the speed is
@@ -233,11 +231,17 @@ class Scalars(keras.callbacks.Callback):
     # Implementation.
 
     def _follow(self) -> None:
-        self._step.follow(self._fitted)
         binding = find_binding(self._fitted)
-        self._is_writer = (
-            jax.process_index() == 0 if binding is None else binding.is_chief
-        )
+        if binding is None:
+            raise RuntimeError(
+                "`Scalars` can only follow a model that a strategy "
+                f"distributes. Received: {self._fitted.name!r}, which was "
+                "compiled outside a strategy's scope. Compile the model in "
+                "`with ks.MirroredStrategy().scope():`, which also works with "
+                "one device."
+            )
+        self._step.follow(self._fitted)
+        self._is_writer = binding.is_chief
 
     def _resume_writing(self) -> None:
         """Drops points after the current step and restarts the schedules."""
@@ -272,24 +276,11 @@ class Scalars(keras.callbacks.Callback):
             except (TypeError, ValueError):
                 continue
             if array.size > _MAX_ENTRIES:
-                self._warn_of_size(name, array.shape)
                 continue
             for index in np.ndindex(array.shape):
                 tag = "/".join([name, *map(str, index)])
                 flat[tag if array.size > 1 else name] = float(array[index])
         return flat
-
-    def _warn_of_size(self, name: str, shape: tuple[int, ...]) -> None:
-        if name in self._left_out:
-            return
-        self._left_out.add(name)
-        warnings.warn(
-            f"`Scalars` cannot write metrics of more than {_MAX_ENTRIES} "
-            f"entries. Received: {name!r} of shape {shape}, which is not "
-            "written. Return fewer entries from the metric's `result` method.",
-            UserWarning,
-            stacklevel=2,
-        )
 
 
 def _line(
@@ -298,31 +289,10 @@ def _line(
     """Formats the log line of a step; the loss comes first."""
     names = sorted(values, key=lambda name: name != "loss")
     shown = ", ".join(f"{name} = {values[name]:.4g}" for name in names)
-    rates = [f"{speed[STEPS]:.3g} steps/s"] if STEPS in speed else []
-    if ROWS in speed:
-        rates.append(f"{speed[ROWS]:,.0f} examples/s".replace(",", " "))
-    end = f" ({', '.join(rates)})" if rates else ""
-    return f"step {step}: {shown}{end}"
-
-
-def _directory(log_dir: object) -> str:
-    if not isinstance(log_dir, str | os.PathLike) or not str(log_dir):
-        raise TypeError(
-            "`log_dir` must be a non-empty path, or None. Received: "
-            f"log_dir={log_dir!r}. Pass the directory to write to."
-        )
-    return str(log_dir)
-
-
-def _eval_directory(name: object) -> str:
-    if name is None:
-        return "eval"
-    if not isinstance(name, str) or not name or set(name) & set("/\\\0"):
-        raise ValueError(
-            "`eval_name` must be a string that a directory's name can contain. "
-            f"Received: eval_name={name!r}. Use letters and digits, or omit it."
-        )
-    return f"eval_{name}"
+    if not speed:
+        return f"step {step}: {shown}"
+    rows = f"{speed[ROWS]:,.0f} examples/s".replace(",", " ")
+    return f"step {step}: {shown} ({speed[STEPS]:.3g} steps/s, {rows})"
 
 
 def _steps(name: str, value: int) -> int:

@@ -15,6 +15,7 @@ from keras_strategies.checkpoint.objects import (
     write_from,
 )
 from keras_strategies.checkpoint.storage import Storage
+from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.exchange.message_forms import is_count
 from keras_strategies.cluster.exchange.rounds import Rounds
 from keras_strategies.names import dry_run
@@ -65,14 +66,11 @@ class CheckpointManager:
         *,
         max_to_keep: int | None = _UNSET,
     ) -> None:
-        if not isinstance(checkpoint, Checkpoint):
-            raise TypeError(
-                "`checkpoint` must be a `ks.checkpoint.Checkpoint`. Received: "
-                f"an object of type {type(checkpoint).__name__}. Pass, for "
-                "example, `ks.checkpoint.Checkpoint(model=model)`."
-            )
+        what = "a `ks.checkpoint.Checkpoint`"
+        fix = "Pass, for example, `ks.checkpoint.Checkpoint(model=model)`."
+        check_type("`checkpoint`", checkpoint, Checkpoint, what, fix)
         if max_to_keep is not _UNSET:
-            keep = Keep(last=None) if max_to_keep is None else max_to_keep
+            keep = Keep(last=max_to_keep)
         self._checkpoint = checkpoint
         self._processes = contents.find_processes(checkpoint.groups())
         processes, keep = self._processes, as_keep(keep)
@@ -232,18 +230,12 @@ class CheckpointManager:
 
     def _check_is_next(self, step: int) -> None:
         newest = self._storage.find_highest()
-        if step == newest:
+        if step <= newest:
             raise ValueError(
-                "A step can only be saved once. Received: "
-                f"step={step}, which is already in {self.directory!r}. Pass "
-                "a higher step, or use another directory."
-            )
-        if step < newest:
-            raise ValueError(
-                "Steps must be saved in increasing order, since a restart "
-                f"resumes from the highest step. Received: step={step}, but "
-                f"{self.directory!r} already contains step {newest}. Restore "
-                f"step {newest} first, or use another directory."
+                "Each step can be saved once, in increasing order, since a "
+                f"restart resumes from the highest step. Received: step={step},"
+                f" but {self.directory!r} already contains step {newest}. "
+                f"Restore step {newest} first, or use another directory."
             )
 
 

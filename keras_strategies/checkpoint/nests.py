@@ -20,8 +20,8 @@ from keras_strategies.cluster.exchange.message_forms import (
     MAX_MESSAGE,
     Either,
     find_problem,
+    load_form,
 )
-from keras_strategies.cluster.untrusted import load_json
 
 _STATES = Either(({"all": dict}, {"each": [dict]}))
 
@@ -129,7 +129,7 @@ def split(state: Tree) -> tuple[Tree, dict[str, np.ndarray]]:
 
     def encode(value: Tree, path: str) -> Tree:
         if value is None or isinstance(value, bool | int | float | str):
-            return _to_plain(value)
+            return value
         if isinstance(value, np.generic) and _is_real(value.dtype):
             # The dtype is stored, too, since the results of computations with
             # this number depend on it.
@@ -152,8 +152,7 @@ def split(state: Tree) -> tuple[Tree, dict[str, np.ndarray]]:
             return {_DICT: entries} if set(entries) in _MARKS else entries
         kind = type(value).__name__
         dtype = getattr(value, "dtype", None)
-        if dtype is not None:
-            kind += f" with dtype {dtype}"
+        kind += f" with dtype {dtype}" * (dtype is not None)
         raise TypeError(
             "A checkpoint's state must consist of dicts with strings as "
             "keys, lists, tuples, arrays of numbers, numbers, strings, "
@@ -168,7 +167,7 @@ def join(state: Tree, arrays: Mapping[str, Any]) -> Tree:
     """Rebuilds a nest from the two results of `split`.
 
     Args:
-      state: The first result, read by `load_json`. It is not trusted.
+      state: The first result, read by `load_form`. It is not trusted.
       arrays: The arrays, by the names in `state`.
 
     Returns:
@@ -227,23 +226,21 @@ def unpack(text: str) -> Tree:
       ValueError: if `text` is not a result of `pack`.
     """
     try:
-        message = load_json(text, max_characters=MAX_MESSAGE, has_nan=True)
+        plain, sent = load_form(
+            text, (object, dict), max_characters=MAX_MESSAGE, has_nan=True
+        )
+        problem = find_problem([*sent.values()], [_ARRAY_FORM])
+        if problem is not None:
+            raise ValueError(problem)
+        arrays = {name: _decode_array(*array) for name, array in sent.items()}
     except ValueError as error:
         raise _make_error(str(error)) from None
-    problem = find_problem(message, (object, dict))
-    problem = problem or find_problem([*message[1].values()], [_ARRAY_FORM])
-    if problem is not None:
-        raise _make_error(problem)
-    plain, sent = message
-    return join(plain, {name: _decode_array(*a) for name, a in sent.items()})
+    return join(plain, arrays)
 
 
 def _decode_array(dtype: str, shape: list[int], raw: str) -> np.ndarray:
-    try:
-        data = base64.b64decode(raw, validate=True)
-        return np.frombuffer(data, parse_dtype(dtype)).reshape(shape)
-    except ValueError:
-        raise _make_error("an array's size does not match its shape") from None
+    data = base64.b64decode(raw, validate=True)
+    return np.frombuffer(data, parse_dtype(dtype)).reshape(shape)
 
 
 def _decode_scalar(value: float, dtype: str) -> np.generic:
@@ -269,11 +266,3 @@ def _is_real(dtype: np.dtype) -> bool:
     return dtype.kind in "biuf" or (
         dtype.kind == "V" and jnp.issubdtype(dtype, np.number)
     )
-
-
-def _to_plain(value: object) -> bool | float | str | None:
-    """Converts a value to a plain Python type, such as float64 to float."""
-    if isinstance(value, bool) or value is None:
-        return value
-    kinds = (int, float, str)
-    return next(kind(value) for kind in kinds if isinstance(value, kind))

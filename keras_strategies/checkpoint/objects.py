@@ -32,7 +32,6 @@ class Checkpoint:
 
     Raises:
       TypeError: if an object has another type.
-      ValueError: if no objects are passed.
 
     Example:
       ```python
@@ -48,12 +47,6 @@ class Checkpoint:
     """
 
     def __init__(self, **objects: Any) -> None:
-        if not objects:
-            raise ValueError(
-                "A checkpoint must have at least one named object. Pass "
-                "objects as keyword arguments: "
-                "`Checkpoint(model=model, optimizer=optimizer)`."
-            )
         for name, value in objects.items():
             if not _has_state(value):
                 list(_iter_variables(value, name))

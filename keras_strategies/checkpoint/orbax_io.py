@@ -8,7 +8,7 @@ import pathlib
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -20,17 +20,13 @@ from keras_strategies.checkpoint.directory.verify import guard_restore
 _logger = logging.getLogger(__name__)
 
 
-class _Saving(Protocol):
-    def wait(self) -> None: ...
-
-
-def wait_at_exit(storage: _Saving) -> None:
+def wait_at_exit(storage: Any) -> None:
     """Makes exit wait for a pending save, and log an error if it fails."""
     _register()
     _open.add(storage)
 
 
-_open: weakref.WeakSet[_Saving] = weakref.WeakSet()
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @functools.cache
@@ -44,10 +40,9 @@ def _register() -> None:
     """
     importlib.import_module("concurrent.futures.thread")
     threading._register_atexit(_wait_for_all)  # pyright: ignore
-    if hasattr(os, "register_at_fork"):
-        # A forked child does not have its parent's threads: it would wait
-        # forever for a save that they were running.
-        os.register_at_fork(after_in_child=_open.clear)
+    # A forked child does not have its parent's threads: it would wait forever
+    # for a save that they were running.
+    os.register_at_fork(after_in_child=_open.clear)
 
 
 def _wait_for_all() -> None:

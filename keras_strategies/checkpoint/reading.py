@@ -113,8 +113,7 @@ def warn_no_checkpoint(directory: str) -> None:
     This is the case if the directory has no checkpoint to load.
     """
     _logger.warning(
-        "There is no %scheckpoint in %s, so the initial weights are used.",
-        "good " if names.find_steps(directory) else "",
+        "There is no good checkpoint in %s, so the initial weights are used.",
         directory,
     )
 
@@ -167,11 +166,6 @@ def check(path: str) -> None:
       ValueError: if the directory does not exist, or the checkpoint is damaged.
     """
     parse_step(path)
-    if not os.path.isdir(path):
-        raise ValueError(
-            f"Couldn't find trained model at {path}. The path contains no "
-            f"checkpoint. Train first, or pass another path."
-        )
     verify.verify(path)
 
 
@@ -259,22 +253,23 @@ def read_arrays(
         return restore_arrays(checkpointer, directory, item, is_part=True)
 
 
-def list_variables(path: str) -> dict[str, tuple[str, str]]:
+def list_variables(path: str) -> dict[str, tuple[str, str, list[Any]]]:
     """Lists the variables in a checkpoint.
 
     Returns:
-      Each variable's group, and its name in this group, by public name. The
-      public name of a model's variable is its Keras path ("dense/kernel").
-      Other variables have their group as a prefix
+      Each variable's group, its name in this group, and its shape and dtype, by
+      public name. The public name of a model's variable is its Keras path
+      ("dense/kernel"). Other variables have their group as a prefix
       ("optimizer/adam/learning_rate").
     """
-    by_public_name: dict[str, tuple[str, str]] = {}
+    by_public_name: dict[str, tuple[str, str, list[Any]]] = {}
     for group, entries in contents.load_document(path)["variables"].items():
         if group == contents.STATE:
             continue
         prefix = "" if group == _WEIGHTS else f"{group}/"
-        for name in entries:
-            by_public_name[prefix + name.replace(".", "/")] = (group, name)
+        for name, kind in entries.items():
+            public = prefix + name.replace(".", "/")
+            by_public_name[public] = (group, name, kind)
     return by_public_name
 
 
@@ -293,9 +288,8 @@ def read_variable(path: str, name: str) -> np.ndarray:
             f"{', '.join(sorted(variables)[:8])}, ... Call "
             "`get_variable_names()` for a list of all names."
         )
-    group, entry = variables[name]
-    facts = contents.load_document(path)["variables"][group][entry]
-    return np.asarray(read_arrays(path, {group: {entry: facts}})[group][entry])
+    group, entry, kind = variables[name]
+    return np.asarray(read_arrays(path, {group: {entry: kind}})[group][entry])
 
 
 def group_weights(model: keras.Model) -> dict[str, list[keras.Variable]]:

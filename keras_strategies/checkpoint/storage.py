@@ -109,8 +109,6 @@ class Storage:
         from keras_strategies.checkpoint.directory.lock import DirectoryLock
 
         retention.check_name(self.directory)
-        retention.check_writable(self.directory)
-        names.make_directory(self.directory)
         lock = DirectoryLock(self.directory)
         lock.acquire()
         self._lock = lock
@@ -342,27 +340,26 @@ class Storage:
         """
         if self._is_alone:
             return compute()
-        # What the processes other than the chief send is not used.
-        answer: dict[str, Any] = {"error": "", "is_damage": False}
-        error: Exception | None = None
+        value, error = None, None
         if self.is_chief:
             try:
-                answer = {"value": compute()}
+                value = compute()
             except Exception as raised:
                 error = raised
-                answer["error"] = f"{type(raised).__name__}: {raised}"
-                answer["is_damage"] = isinstance(raised, DamagedCheckpoint)
-        forms = {"error": str, "is_damage": bool}, {"value": form}
-        received = self._exchange(doing, answer, Either(forms))[0]
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        answer = (text, isinstance(error, DamagedCheckpoint), value)
+        # The other processes, and a chief that failed, send None as the value.
+        forms = (str, bool, Either((form, None)))
+        text, is_damage, value = self._exchange(doing, answer, forms)[0]
         if error is not None:
             raise error
-        if "error" in received:
-            kind = DamagedCheckpoint if received["is_damage"] else RuntimeError
+        if text:
+            kind = DamagedCheckpoint if is_damage else RuntimeError
             raise kind(
                 f"Process {self._processes[0]} failed while {doing} "
-                f"{str(self.directory)!r}: {clean_text(received['error'])}"
+                f"{str(self.directory)!r}: {clean_text(text)}"
             )
-        return received["value"]
+        return value
 
     def _exchange(self, doing: str, message: object, form: Form) -> list[Any]:
         if self._is_alone:

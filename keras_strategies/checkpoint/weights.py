@@ -20,6 +20,7 @@ from keras_strategies.checkpoint.reading import (
 )
 from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cluster.addresses import shorten
+from keras_strategies.cluster.checks import check_type
 from keras_strategies.names import dry_run
 
 Objects = Mapping[str, Any]
@@ -291,12 +292,8 @@ def load_weights(
       model.save("model.keras")
       ```
     """
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            "The first argument of `load_weights` must be a model. Received: "
-            f"{shorten(model)} of type {type(model).__name__}. Call "
-            "`load_weights(model, path)`."
-        )
+    fix = "Call `load_weights(model, path)`."
+    check_type("`model`", model, keras.Model, "a Keras model", fix)
     if dry_run.get() is not None:
         return step or 0
     processes = contents.find_processes(group_weights(model))

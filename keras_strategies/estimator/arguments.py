@@ -11,35 +11,11 @@ from keras_strategies.estimator.seam import (
     shorten,
 )
 
-_OF_SESSIONS = ("begin", "after_create_session", "before_run", "after_run")
-_OF_LISTENERS = ("begin", "before_save", "after_save", "end")
-_CALLBACKS = {
-    "CheckpointSaverHook": "`RunConfig(save_checkpoints_steps=...)`, or "
-    "`ks.callbacks.Checkpoint` with plain `fit`",
-    "CheckpointInputPipelineHook": "no hook, because an interrupted run "
-    "resumes at the next batch",
-    "FeedFnHook": "an `input_fn` that yields the values",
-    "FinalOpsHook": "a `keras.callbacks.Callback` with `on_train_end`",
-    "GlobalStepWaiterHook": "no hook, because all processes start together",
-    "LoggingTensorHook": "`RunConfig(log_step_count_steps=...)` for loss and "
-    "speed, or a `keras.callbacks.LambdaCallback` with `on_train_batch_end`",
-    "NanTensorHook": "`keras.callbacks.TerminateOnNaN`",
-    "ProfilerHook": "a `keras.callbacks.Callback` that calls "
-    "`jax.profiler.start_trace` and `stop_trace`",
-    "StepCounterHook": "`RunConfig(log_step_count_steps=...)`",
-    "StopAtStepHook": "`max_steps` or `steps`",
-    "SummarySaverHook": "`RunConfig(save_summary_steps=...)`, and metrics of "
-    "the compiled model",
-    "_StopOnPredicateHook": "`ks.estimator.experimental."
-    "make_early_stopping_hook`",
-    "_CheckForStoppingHook": "`ks.estimator.experimental."
-    "make_early_stopping_hook`",
-    "_MultiWorkerEarlyStoppingHook": "`ks.estimator.experimental."
-    "make_early_stopping_hook`",
-    "InMemoryEvaluatorHook": "`ks.estimator.experimental."
-    "InMemoryEvaluatorHook`",
-}
-"""What to use instead of each TensorFlow hook, by the hook's class name."""
+_METHODS = ("begin", "before_save", "after_save", "end")
+_CALLBACKS = (
+    "Hooks into sessions are not supported. docs/estimator.md lists the "
+    "callback to use instead of each hook of TensorFlow."
+)
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
@@ -83,16 +59,15 @@ def check_name(name: str | None) -> None:
 
     Raises:
       TypeError: if `name` is neither a str nor None.
-      ValueError: if `name` contains a path separator or a null character.
+      ValueError: if `name` contains a path separator or a null character, or is
+        "." or "..".
     """
-    if name is None:
-        return
-    fix = "Pass a name, such as 'test', or None."
-    check_type("`name`", name, str, "a str", fix)
-    if "/" in name or "\\" in name or "\0" in name:
+    fix = "Pass a name, such as 'test'."
+    check_type("`name`", name, str | None, "a str", fix)
+    if set(name or "") & set("/\\\0") or name in (".", ".."):
         raise ValueError(
             "`name` must be a valid part of a directory's name. Received: "
-            f"{shorten(name)}. Remove the slashes."
+            f"{shorten(name)}. {fix}"
         )
 
 
@@ -104,17 +79,14 @@ def check_hooks(hooks: object, name: str = "hooks") -> tuple[Any, ...]:
       name: The argument's name, for the error message.
 
     Raises:
-      TypeError: if a hook is not a Keras callback. If it is a TensorFlow hook,
-        the message says what to use instead.
+      TypeError: if a hook is not a Keras callback.
     """
     checked = _as_tuple(hooks, name)
-    if not checked:
-        return ()
-    import keras
-
     for hook in checked:
-        if not isinstance(hook, keras.callbacks.Callback):
-            raise TypeError(_explain_refusal(hook, name))
+        import keras
+
+        kind, what = keras.callbacks.Callback, "Keras callbacks"
+        check_type(f"`{name}`", hook, kind, what, _CALLBACKS)
     return checked
 
 
@@ -131,18 +103,13 @@ def check_listeners(listeners: object) -> tuple[Any, ...]:
     """
     checked = _as_tuple(listeners, "saving_listeners")
     for listener in checked:
-        missing = [
-            name
-            for name in _OF_LISTENERS
-            if not callable(getattr(listener, name, None))
-        ]
-        if missing or isinstance(listener, type):
-            problem = f"without {', '.join(missing)}" if missing else "a class"
+        methods = [getattr(listener, name, None) for name in _METHODS]
+        if isinstance(listener, type) or not all(map(callable, methods)):
             raise TypeError(
-                "All saving_listeners must be objects with the methods "
-                f"{', '.join(_OF_LISTENERS)}. Received: {shorten(listener)} of "
-                f"type {type(listener).__name__}, {problem}. Pass an instance "
-                "of a subclass of `ks.estimator.CheckpointSaverListener`."
+                "`saving_listeners` must be objects with the methods "
+                f"{', '.join(_METHODS)}. Received: {shorten(listener)}. Pass "
+                "an instance of a subclass of "
+                "`ks.estimator.CheckpointSaverListener`."
             )
     return checked
 
@@ -178,28 +145,3 @@ def _as_tuple(values: object, name: str) -> tuple[Any, ...]:
             f"{type(values).__name__}. Pass a list, such as [{name[:-1]}]."
         )
     return tuple(values)
-
-
-def _explain_refusal(hook: object, name: str) -> str:
-    kind = type(hook)
-    # A user-defined hook may be a subclass of a TensorFlow hook that has a
-    # replacement.
-    names = [parent.__name__ for parent in kind.__mro__]
-    known = next((n for n in names if n in _CALLBACKS), None)
-    if known is not None:
-        fix = f"Instead of `{known}`, use {_CALLBACKS[known]}."
-    elif any(callable(getattr(hook, n, None)) for n in _OF_SESSIONS):
-        fix = (
-            "Hooks into sessions are not supported. Derive the hook from "
-            "`keras.callbacks.Callback`, and rename its methods: `begin` to "
-            "`on_train_begin`, `before_run` to `on_train_batch_begin`, "
-            "`after_run` to `on_train_batch_end`, and `end` to "
-            "`on_train_end`. Replace `request_stop()` with "
-            "`self.model.stop_training = True`."
-        )
-    else:
-        fix = "Derive the hook from `keras.callbacks.Callback`."
-    return (
-        f"All `{name}` must be `keras.callbacks.Callback` instances. "
-        f"Received: {shorten(hook)} of type {kind.__name__}. {fix}"
-    )

@@ -70,7 +70,6 @@ class Settings:
         self._params = params
         self._warm_start = warm_start_from
         self._one_device: Strategy | None = None
-        self._result_names: Mapping[str, str] = {}
 
     @property
     def model_dir(self) -> str:
@@ -220,8 +219,7 @@ def evaluate_model(
                 *scalars,
             ],
         )
-    results = records.rename(metrics, estimator._result_names)
-    results[records.GLOBAL_STEP] = step
+    results = {**metrics, records.GLOBAL_STEP: step}
     if jax.process_index() == 0:
         records.append(estimator.eval_dir(spec.name), step, results)
     _logger.info("Evaluated: %s", results)

@@ -213,7 +213,7 @@ class Estimator(Settings):
           TypeError: if an argument has the wrong type.
         """
         spec = EvalSpec(input_fn, hooks=hooks)
-        keys = predicting.check_keys(predict_keys)
+        keys = predicting.list_keys(predict_keys)
         if checkpoint_path is not None:
             reading.check(checkpoint_path)
         return engine.predict(
@@ -256,7 +256,7 @@ class Estimator(Settings):
         self,
         export_dir_base: str | os.PathLike[str],
         serving_input_receiver_fn: None = None,
-        assets_extra: Mapping[str, str] | None = None,
+        assets_extra: None = None,
         as_text: bool = False,
         checkpoint_path: str | None = None,
         experimental_mode: str = ModeKeys.PREDICT,
@@ -275,9 +275,7 @@ class Estimator(Settings):
             subdirectory, whose name is the time of the export in seconds since
             1970.
           serving_input_receiver_fn: Must be None; see `FinalExporter`.
-          assets_extra: A dict that maps relative destination paths to source
-            paths. The files are copied into the export's directory
-            `assets.extra`.
+          assets_extra: Must be None.
           as_text: Must be False.
           checkpoint_path: Path of the checkpoint; None for the newest one.
           experimental_mode: The mode that `model_fn` is called with.

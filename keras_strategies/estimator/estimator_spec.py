@@ -142,16 +142,13 @@ class EstimatorSpec:
     def __post_init__(self) -> None:
         check_mode("mode", self.mode)
         _check_model(self.model)
+        for name in (*_COMPILED, "predictions"):
+            _check_symbolic(name, getattr(self, name))
         _check_compiled(self)
-        _check_train_op(self.train_op)
-        _check_loss(self.loss)
         _check_needed(self)
-        _check_predictions(self.predictions)
         _check_metrics(self.eval_metric_ops)
-        name, outputs = "export_outputs", self.export_outputs
-        check_type(f"`{name}`", outputs, Mapping | None, "a dict", _OUTPUTS)
-        check_unsupported(name, outputs, _OUTPUTS)
-        check_unsupported("scaffold", self.scaffold, _SCAFFOLD, error=TypeError)
+        check_unsupported("export_outputs", self.export_outputs, _OUTPUTS)
+        check_unsupported("scaffold", self.scaffold, _SCAFFOLD)
         for name in _HOOKS:
             hooks = check_hooks(getattr(self, name), name)
             object.__setattr__(self, name, hooks)
@@ -179,120 +176,57 @@ def _check_compiled(spec: EstimatorSpec) -> None:
         raise ValueError(
             "An EstimatorSpec with a compiled model must not set the loss, "
             f"optimizer or metrics. Received: {', '.join(extra)}. Omit these "
-            "arguments, or do not "
-            "compile the model."
+            "arguments, or do not compile the model."
         )
 
 
 def _check_needed(spec: EstimatorSpec) -> None:
     """Raises ValueError if an argument that the mode needs is missing."""
+    needed = {
+        ModeKeys.TRAIN: ("loss", "train_op"),
+        ModeKeys.EVAL: ("loss",),
+        ModeKeys.PREDICT: ("predictions",),
+    }
     is_compiled = spec.model is not None and spec.model.compiled
-    needs_loss = spec.mode in (ModeKeys.TRAIN, ModeKeys.EVAL)
-    if needs_loss and spec.loss is None and not is_compiled:
-        raise ValueError(
-            f"Missing loss. Received: loss=None for mode={spec.mode!r}, and a "
-            "model that is not compiled. Pass a Keras loss."
-        )
-    is_training = spec.mode == ModeKeys.TRAIN
-    if is_training and spec.train_op is None and not is_compiled:
-        raise ValueError(
-            f"Missing train_op. Received: train_op=None for mode="
-            f"{spec.mode!r}, and a model that is not compiled. Pass a Keras "
-            "optimizer."
-        )
-    if spec.mode == ModeKeys.PREDICT and spec.predictions is None:
-        raise ValueError(
-            f"Missing predictions. Received: predictions=None for mode="
-            f"{spec.mode!r}. Pass the names of outputs of the model, or a "
-            "function of the outputs. To predict all outputs, return the model "
-            "instead of an EstimatorSpec."
-        )
+    for name in needed[spec.mode]:
+        has_it = is_compiled and name in _COMPILED
+        if getattr(spec, name) is None and not has_it:
+            raise ValueError(
+                f"Missing {name}. Received: {name}=None for "
+                f"mode={spec.mode!r}, and a model that does not contain it. "
+                "Pass a Keras loss and optimizer to train, and names or "
+                "functions of the model's outputs to predict."
+            )
 
 
-def _check_train_op(train_op: object) -> None:
+def _check_symbolic(name: str, value: Tree) -> None:
+    """Raises TypeError for tensors, as TensorFlow's EstimatorSpec has them."""
     import keras
 
-    kinds = keras.optimizers.Optimizer | str | None
-    what = "a Keras optimizer, or the name of one"
-    fix = (
-        "Graph operations are not supported. Pass an optimizer such as "
-        "`keras.optimizers.Adam(...)` instead of the result of `minimize`."
-    )
-    check_type("train_op", train_op, kinds, what, fix)
-
-
-def _check_part(
-    part: object, kinds: Any, name: str, what: str, fix: str
-) -> None:
-    """Raises TypeError unless a part is a function or of some kinds."""
-    if not callable(part) or is_tensor(part):
-        fix = f"Graph tensors are not supported. {fix}"
-        check_type(name, part, kinds, what, fix)
-
-
-def _check_loss(loss: Tree) -> None:
-    import keras
-
-    kinds = str | keras.losses.Loss | None
-    what = "a Keras loss, the name of one, or a function of (y_true, y_pred)"
-    fix = (
-        "Pass a loss such as `keras.losses.MeanSquaredError()` instead of a "
-        "computed value. To add a loss that depends on other tensors, call "
-        "`add_loss` of a layer or of the model."
-    )
-    for part in keras.tree.flatten(loss):
-        _check_part(part, kinds, "loss", what, fix)
-
-
-def _check_predictions(predictions: Tree) -> None:
-    import keras
-
-    what = (
-        "names of the model's outputs, symbolic tensors of the model, or "
-        "functions of its outputs"
-    )
-    fix = (
-        "Pass a function such as `lambda outputs: outputs.argmax(-1)` instead "
-        "of a computed value."
-    )
-    kinds = str | keras.KerasTensor | None
-    parts = [predictions]
-    if isinstance(predictions, Mapping):
-        parts = [*predictions.values()]
-    elif isinstance(predictions, list | tuple):
-        parts = [*predictions]
-    for part in parts:
-        _check_part(part, kinds, "predictions", what, fix)
+    for part in keras.tree.flatten(value):
+        is_symbol = isinstance(part, keras.KerasTensor)
+        if is_tensor(part) and not (is_symbol and name == "predictions"):
+            raise TypeError(
+                f"`{name}` must consist of Keras objects, names or functions. "
+                f"Received: {shorten(part)} of type {type(part).__name__}. "
+                "Graph tensors are not supported. Pass what computes the "
+                "value, such as `keras.losses.MeanSquaredError()`, "
+                "`keras.optimizers.Adam()` or a function of the model's "
+                "outputs."
+            )
 
 
 def _check_metrics(metrics: Mapping[str, Any] | None) -> None:
-    import keras
-
-    fix = (
-        "Pass a dict from names to metrics, such as {'accuracy': "
-        "keras.metrics.SparseCategoricalAccuracy()}."
-    )
-    check_type("eval_metric_ops", metrics, Mapping | None, "a dict", fix)
-    for name, metric in (metrics or {}).items():
-        if not isinstance(name, str) or not name:
-            raise TypeError(
-                "Keys of eval_metric_ops must be names, which are non-empty "
-                f"strings. Received: {shorten(name)}. Use the name of each "
-                "metric as its key."
-            )
-        if name in _RESERVED_RESULTS:
+    fix = "Pass a dict such as {'accuracy': keras.metrics.Accuracy()}."
+    kinds, what = (Mapping, type(None)), "a dict from names to metrics"
+    check_type("`eval_metric_ops`", metrics, kinds, what, fix)
+    for name in _RESERVED_RESULTS:
+        if name in (metrics or {}):
             raise ValueError(
                 f"Metric with name {name!r} is not allowed, because every "
-                "evaluation already returns a result with this name. Received: "
-                f"{shorten(metric)}. Use another name."
+                "evaluation already returns a result with this name. Use "
+                "another name."
             )
-        fix = (
-            "Pass a metric such as `keras.metrics.SparseCategoricalAccuracy()` "
-            f"instead of a pair (value, update_op), for key: {name}."
-        )
-        what = "Keras metrics, names of them, or functions of (y_true, y_pred)"
-        name = "Values of eval_metric_ops"
-        _check_part(metric, keras.metrics.Metric | str, name, what, fix)
 
 
 def is_tensor(value: object) -> bool:

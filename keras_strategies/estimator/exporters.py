@@ -1,7 +1,7 @@
 """Exporters, which decide after each evaluation whether to export the model."""
 
 import abc
-import glob
+import inspect
 import logging
 import os
 import pathlib
@@ -10,14 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from keras_strategies.estimator import records
-from keras_strategies.estimator.arguments import (
-    check_positive,
-    find_argument_names,
-)
+from keras_strategies.estimator.arguments import check_positive
 from keras_strategies.estimator.config.run_checks import check_unsupported
-from keras_strategies.estimator.seam import (
-    shorten,
-)
 
 DEFAULT_EXPORTS_TO_KEEP = 5
 _LOSS = "loss"
@@ -77,19 +71,17 @@ class _ModelExporter(Exporter):
         self,
         name: str,
         serving_input_receiver_fn: None = None,
-        assets_extra: Mapping[str, str] | None = None,
+        assets_extra: None = None,
         as_text: bool = False,
         exports_to_keep: int | None = DEFAULT_EXPORTS_TO_KEEP,
         *,
         saved_model: bool | None = None,
     ) -> None:
-        check_serving(serving_input_receiver_fn, as_text)
+        check_serving(serving_input_receiver_fn, assets_extra, as_text)
         check_positive("exports_to_keep", exports_to_keep)
         self._name = name
-        self._assets_extra = assets_extra
         self._saved_model = saved_model
         self._exports_to_keep = exports_to_keep
-        self._has_exported = False
 
     @property
     def name(self) -> str:
@@ -110,11 +102,9 @@ class _ModelExporter(Exporter):
         path = estimator.export_saved_model(
             export_path,
             checkpoint_path=checkpoint_path,
-            assets_extra=self._assets_extra,
             saved_model=self._saved_model,
         )
         _delete_old(export_path, self._exports_to_keep)
-        self._has_exported = True
         return path
 
     def _is_due(
@@ -134,8 +124,7 @@ class FinalExporter(_ModelExporter):
     Args:
       name: Name of the directory under `model_dir/export`.
       serving_input_receiver_fn: Must be None.
-      assets_extra: A dict that maps relative destination paths to source paths.
-        The files are copied into the export's directory `assets.extra`.
+      assets_extra: Must be None.
       as_text: Must be False.
       saved_model: Whether to write a SavedModel as well (see
         `Estimator.export_saved_model`).
@@ -155,7 +144,7 @@ class FinalExporter(_ModelExporter):
         self,
         name: str,
         serving_input_receiver_fn: None = None,
-        assets_extra: Mapping[str, str] | None = None,
+        assets_extra: None = None,
         as_text: bool = False,
         *,
         saved_model: bool | None = None,
@@ -179,7 +168,7 @@ class LatestExporter(_ModelExporter):
     Args:
       name: Name of the directory under `model_dir/export`.
       serving_input_receiver_fn: Must be None; see `FinalExporter`.
-      assets_extra: See `FinalExporter`.
+      assets_extra: Must be None.
       as_text: Must be False.
       exports_to_keep: Number of newest exports to keep; None to keep all.
       saved_model: See `FinalExporter`.
@@ -200,21 +189,7 @@ class LatestExporter(_ModelExporter):
 def has_smaller_loss(
     best_eval_result: Mapping[str, Any], current_eval_result: Mapping[str, Any]
 ) -> bool:
-    """Returns whether the current loss is smaller than the best one.
-
-    Raises:
-      ValueError: if one of the results has no loss.
-    """
-    for name, result in (
-        ("best_eval_result", best_eval_result),
-        ("current_eval_result", current_eval_result),
-    ):
-        if not result or _LOSS not in result:
-            raise ValueError(
-                f"{name} cannot be empty or without a loss. Received: "
-                f"{shorten(result)}. To compare results without a loss, pass a "
-                "`compare_fn` to `BestExporter`."
-            )
+    """Returns whether the current loss is smaller than the best one."""
     return best_eval_result[_LOSS] > current_eval_result[_LOSS]
 
 
@@ -230,22 +205,23 @@ class BestExporter(_ModelExporter):
     Args:
       name: Name of the directory under `model_dir/export`.
       serving_input_receiver_fn: Must be None; see `FinalExporter`.
-      event_file_pattern: Pattern of paths relative to `model_dir`, for example
+      event_file_pattern: A path relative to `model_dir`, for example
         "eval_test/*" for an evaluation named "test". The results of earlier
-        runs in the pattern's directory are compared, too. None to compare only
+        runs in the path's directory are compared, too. None to compare only
         results of this process.
       compare_fn: Function that receives `best_eval_result` and
         `current_eval_result`, and returns whether the current one is better.
         By default, the result with the smaller loss is better.
-      assets_extra: See `FinalExporter`.
+      assets_extra: Must be None.
       as_text: Must be False.
       exports_to_keep: Number of newest exports to keep; None to keep all.
       saved_model: See `FinalExporter`.
 
     Raises:
-      ValueError: if an argument is not supported on JAX, `exports_to_keep` is
-        0 or less, or `compare_fn` has the wrong arguments.
-      TypeError: if `exports_to_keep` is neither an integer nor None.
+      ValueError: if an argument is not supported on JAX, or `exports_to_keep`
+        is 0 or less.
+      TypeError: if `exports_to_keep` is neither an integer nor None, or
+        `compare_fn` has the wrong arguments.
     """
 
     def __init__(
@@ -254,7 +230,7 @@ class BestExporter(_ModelExporter):
         serving_input_receiver_fn: None = None,
         event_file_pattern: str | None = "eval/*.tfevents.*",
         compare_fn: Callable[..., bool] = has_smaller_loss,
-        assets_extra: Mapping[str, str] | None = None,
+        assets_extra: None = None,
         as_text: bool = False,
         exports_to_keep: int | None = DEFAULT_EXPORTS_TO_KEEP,
         *,
@@ -262,7 +238,9 @@ class BestExporter(_ModelExporter):
     ) -> None:
         arguments = name, serving_input_receiver_fn, assets_extra, as_text
         super().__init__(*arguments, exports_to_keep, saved_model=saved_model)
-        _check_compare_fn(compare_fn)
+        # Raises TypeError unless the function has these two arguments.
+        signature = inspect.signature(compare_fn)
+        signature.bind(best_eval_result=None, current_eval_result=None)
         self._pattern = event_file_pattern
         self._compare_fn = compare_fn
         self._model_dir: str | None = None
@@ -273,40 +251,38 @@ class BestExporter(_ModelExporter):
     ) -> bool:
         if self._pattern and self._model_dir != estimator.model_dir:
             self._model_dir = estimator.model_dir
-            self._best = self._find_best(estimator.model_dir)
-        # The current result is already on disk. If it is the best one there, it
-        # equals `_best`, so `compare_fn` would not consider it better.
-        is_first = not self._has_exported and _is_equal(self._best, eval_result)
-        if not (
-            self._best is None
-            or is_first
-            or self._compare_fn(
-                best_eval_result=self._best, current_eval_result=eval_result
-            )
+            step = eval_result.get(records.GLOBAL_STEP)
+            self._best = self._find_best(estimator.model_dir, step)
+        if self._best is not None and not self._compare_fn(
+            best_eval_result=self._best, current_eval_result=eval_result
         ):
             return False
         _logger.info("Exporting the best model so far.")
         self._best = eval_result
         return True
 
-    def _find_best(self, model_dir: str) -> Mapping[str, Any] | None:
-        """Returns the best evaluation result on disk, or None if none exist."""
+    def _find_best(self, model_dir: str, step: Any) -> Mapping[str, Any] | None:
+        """Returns the best result on disk of other steps, or None."""
         directory = os.path.join(
-            glob.escape(model_dir), os.path.dirname(self._pattern or "")
+            model_dir, os.path.dirname(self._pattern or "")
         )
         best = None
-        for path in sorted(glob.glob(directory)):
-            for step, metrics in records.read(path).items():
-                result = metrics | {"global_step": step}
-                if best is None or self._compare_fn(
+        for other_step, metrics in records.read(directory).items():
+            result = metrics | {records.GLOBAL_STEP: other_step}
+            if other_step != step and (
+                best is None
+                or self._compare_fn(
                     best_eval_result=best, current_eval_result=result
-                ):
-                    best = result
+                )
+            ):
+                best = result
         return best
 
 
-def check_serving(serving_input_receiver_fn: object, as_text: object) -> None:
-    """Raises ValueError if export arguments that need a graph are given."""
+def check_serving(
+    serving_input_receiver_fn: object, assets_extra: object, as_text: object
+) -> None:
+    """Raises ValueError if unsupported arguments of exports are given."""
     fix = (
         "The exported model has the same inputs as the model that `model_fn` "
         "returns. To preprocess inputs, add layers to the model."
@@ -318,40 +294,8 @@ def check_serving(serving_input_receiver_fn: object, as_text: object) -> None:
         "configuration as JSON."
     )
     check_unsupported("as_text", as_text, fix, default=False)
-
-
-def _check_compare_fn(compare_fn: object) -> None:
-    if compare_fn is None or not callable(compare_fn):
-        raise ValueError(
-            "`compare_fn` must be a function. Received: "
-            f"{shorten(compare_fn)}. Omit it to compare losses."
-        )
-    expected = {"best_eval_result", "current_eval_result"}
-    names = set(find_argument_names(compare_fn))
-    for name in sorted(expected - names):
-        raise ValueError(
-            f"compare_fn must have an argument `{name}`. Received: a function "
-            f"with the arguments {sorted(names)}. Define it as "
-            "`def compare_fn(best_eval_result, current_eval_result)`."
-        )
-    if names - expected:
-        raise ValueError(
-            "compare_fn has arguments that are not expected. Received: "
-            f"{sorted(names - expected)}. Define it as "
-            "`def compare_fn(best_eval_result, current_eval_result)`."
-        )
-
-
-def _is_equal(
-    best: Mapping[str, Any] | None, result: Mapping[str, Any]
-) -> bool:
-    """Returns whether two evaluations agree in all metrics that they share."""
-    if best is None:
-        return False
-    shared = [name for name in best if name in result]
-    return bool(shared) and all(
-        float(best[name]) == float(result[name]) for name in shared
-    )
+    fix = "Copy the files into the directory that an export returns."
+    check_unsupported("assets_extra", assets_extra, fix)
 
 
 def _delete_old(export_path: str, exports_to_keep: int | None) -> None:

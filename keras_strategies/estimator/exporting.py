@@ -9,7 +9,7 @@ import secrets
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -20,12 +20,10 @@ from keras_strategies.estimator.exporters import check_serving, list_exports
 from keras_strategies.estimator.model_fns import ModelBundle
 from keras_strategies.estimator.seam import (
     batch_spec,
-    check_type,
     dry_run,
     is_built,
     open_regular,
     reading,
-    shorten,
 )
 
 MODEL_FILE = "model.keras"
@@ -34,7 +32,6 @@ MODEL_FILE = "model.keras"
 FEATURES = "features.json"
 """The file in `model_dir` that describes the structure of the features."""
 
-_EXTRA = "assets.extra"
 _MAX_BYTES = 1 << 20
 _logger = logging.getLogger(__name__)
 
@@ -46,7 +43,7 @@ def export(
     checkpoint_path: str | None,
     *,
     serving_input_receiver_fn: object,
-    assets_extra: Mapping[str, str] | None,
+    assets_extra: object,
     as_text: object,
     mode: str,
     saved_model: bool | None,
@@ -60,16 +57,16 @@ def export(
       base: The directory for exports.
       checkpoint_path: The checkpoint; None for the newest valid one.
       serving_input_receiver_fn: Must be None.
-      assets_extra: A dict from relative destination paths to source paths.
+      assets_extra: Must be None.
       as_text: Must be False.
       mode: One of `ModeKeys`.
       saved_model: Whether to write a SavedModel; None to write one if
         TensorFlow is installed.
     """
-    check_serving(serving_input_receiver_fn, as_text)
+    check_serving(serving_input_receiver_fn, assets_extra, as_text)
     check_mode("experimental_mode", mode)
-    writes_saved_model = _writes_saved_model(saved_model)
-    files = _check_files(assets_extra)
+    if saved_model is None:
+        saved_model = importlib.util.find_spec("tensorflow") is not None
     path = checkpoint_path or reading.find_newest(model_dir)
     if path is None:
         raise ValueError(
@@ -80,10 +77,9 @@ def export(
     model = _restore_model(make, mode, path, read_features(model_dir))
     directory = _make_directory(base)
     try:
-        if writes_saved_model:
+        if saved_model:
             _write_saved_model(model, directory)
         model.save(os.path.join(directory, MODEL_FILE))
-        _copy_files(files, directory)
         return _put_in_place(directory, base)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
@@ -180,18 +176,6 @@ def _restore_model(
     return bundle.outputs
 
 
-def _writes_saved_model(saved_model: bool | None) -> bool:
-    has_tensorflow = importlib.util.find_spec("tensorflow") is not None
-    if saved_model and not has_tensorflow:
-        raise ImportError(
-            "`saved_model=True` needs TensorFlow. Received: "
-            "saved_model=True, but TensorFlow is not installed. Run `pip "
-            "install tensorflow-cpu`, or omit `saved_model` and serve the "
-            "file `model.keras`."
-        )
-    return has_tensorflow if saved_model is None else saved_model
-
-
 def _write_saved_model(model: keras.Model, directory: str) -> None:
     with warnings.catch_warnings():
         # Keras 3.15 calls deprecated functions in jax2tf.
@@ -202,36 +186,6 @@ def _write_saved_model(model: keras.Model, directory: str) -> None:
 def _make_zeros(num_rows: int, feature: Array) -> np.ndarray:
     """Returns `num_rows` rows of zeros, in the shape and dtype of a feature."""
     return np.zeros((num_rows, *feature.shape[1:]), feature.dtype)
-
-
-def _check_files(files: Mapping[str, str] | None) -> dict[str, str]:
-    """Checks `assets_extra`, and maps destination paths to source paths."""
-    if files is None:
-        return {}
-    what = "a dict from paths in the export to paths of files"
-    fix = "Pass a dict such as {'labels.txt': '/data/labels.txt'}."
-    check_type("`assets_extra`", files, Mapping, what, fix)
-    for name, source in files.items():
-        parts = pathlib.PurePath(name).parts
-        if not parts or ".." in parts or pathlib.PurePath(name).is_absolute():
-            raise ValueError(
-                "Keys of `assets_extra` must be paths inside the export. "
-                f"Received: {shorten(name)}. Use a relative path without '..'."
-            )
-        if not os.path.isfile(source):
-            raise ValueError(
-                "Values of `assets_extra` must be paths of files. Received: "
-                f"{shorten(source)}, which is not a file. Correct the path."
-            )
-    return dict(files)
-
-
-def _copy_files(files: Mapping[str, str], directory: str) -> None:
-    """Copies files into the directory of an export."""
-    for name, source in files.items():
-        target = pathlib.Path(directory, _EXTRA, name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
 
 
 def _make_directory(base: str) -> str:

@@ -26,9 +26,6 @@ from keras_strategies.estimator.seam import (
 DEFAULT_BATCH_SIZE = 32
 """Rows per batch if an `input_fn` returns arrays; the default of Keras."""
 
-# The largest number of batches that building a model may read. It reads at most
-# one batch for each replica.
-_MAX_SEEN = 512
 _FIX = (
     "Return a dataset (tf.data, a PyDataset, grain, a generator of batches) "
     "or (features, labels) as arrays."
@@ -112,15 +109,14 @@ def call_input_fn(
     def dataset_fn(context: InputContext) -> Dataset:
         data = input_fn(input_context=context, **keywords)
         inputs.append(_make_input(data, mode))
-        if not inputs[-1].is_dataset:
+        if not inputs[-1].is_dataset or isinstance(inputs[-1].x, Iterator):
             raise ValueError(
-                "An `input_fn` with `input_context` must return a dataset, but "
-                f"{shorten(input_fn)} returned arrays. Return a dataset "
-                "of per-replica batches, or remove the argument "
-                "`input_context`."
+                "An `input_fn` with `input_context` must return a dataset that "
+                f"can be read again, but {shorten(input_fn)} returned arrays "
+                "or an iterator. Return a dataset of per-replica batches, or "
+                "remove the argument `input_context`."
             )
-        x = inputs[-1].x
-        return _Replayable(x) if isinstance(x, Iterator) else x
+        return inputs[-1].x
 
     dataset = strategy.distribute_datasets_from_function(dataset_fn)
     return dataclasses.replace(inputs[0], x=dataset)
@@ -139,30 +135,6 @@ def make_symbols(example: Tree) -> tuple[Tree, Tree]:
     """
     x, y, _ = keras.utils.unpack_x_y_sample_weight(_as_element(example))
     return _map_leaves(_make_input_like, x), _map_leaves(_make_tensor_like, y)
-
-
-class _Replayable:
-    """An iterable over batches whose first batches can be read again.
-
-    Building a model reads the first batches, and training must use them too.
-    They are stored until more than `_MAX_SEEN` batches have been read.
-
-    Args:
-      iterator: The iterator over batches.
-    """
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._rest = iterator
-        self._seen: list[Any] | None = []
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from list(self._seen or ())
-        for batch in self._rest:
-            if self._seen is not None:
-                self._seen.append(batch)
-                if len(self._seen) > _MAX_SEEN:
-                    self._seen = None
-            yield batch
 
 
 def _make_input(data: Dataset, mode: str) -> Input:
@@ -343,13 +315,6 @@ def _compute_shape_and_dtype(
       TypeError: if the leaf contains strings or objects.
     """
     shape, dtype = leaf if _is_pair(leaf) else _read_shape_and_dtype(leaf)
-    if getattr(shape, "rank", 0) is None:
-        raise ValueError(
-            "The shapes of features and labels must be known. Received: data "
-            f"of unknown shape{_format_key(key)}. Pass `output_signature` to "
-            "`tf.data.Dataset.from_generator`, or call `tf.ensure_shape` in "
-            "`dataset.map`."
-        )
     if not len(shape):
         raise ValueError(
             "The data must be batches of rows. Received: a scalar"

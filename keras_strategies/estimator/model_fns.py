@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,11 +16,6 @@ from keras_strategies.estimator.seam import (
     get_entered_strategy,
     shorten,
 )
-
-ARGUMENTS = ("features", "labels", "mode", "params", "config")
-"""The names of the arguments that a `model_fn` may have."""
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,46 +44,21 @@ def check_model_fn(model_fn: object, params: object) -> None:
     """Raises an error unless a function is a valid `model_fn`.
 
     Raises:
-      ValueError: if `model_fn` is None or has unknown arguments, or if
-        `params` are given but it has no argument `params`.
+      ValueError: if `params` are given but it has no argument `params`.
       TypeError: if `model_fn` is not callable, or is a model.
     """
-    if model_fn is None:
-        raise ValueError(
-            "model_fn must be provided to the Estimator. Received: None. Pass "
-            "a function that returns the model."
-        )
-    if not callable(model_fn):
+    if not callable(model_fn) or isinstance(model_fn, keras.Model):
         raise TypeError(
-            f"model_fn must be a function. Received: {shorten(model_fn)} of "
-            f"type {type(model_fn).__name__}. To use an existing model, call "
-            "`ks.estimator.model_to_estimator`."
-        )
-    if isinstance(model_fn, keras.Model):
-        raise TypeError(
-            "`model_fn` must be a function of (features, labels, mode, ...). "
-            "For a Keras model, use `ks.estimator.model_to_estimator`."
+            "model_fn must be a function that returns a model. Received: "
+            f"{shorten(model_fn)} of type {type(model_fn).__name__}. To use an "
+            "existing model, call `ks.estimator.model_to_estimator`."
         )
     names = find_argument_names(model_fn)
-    others = sorted(
-        set(names) - set(ARGUMENTS) - _find_optional_names(model_fn)
-    )
-    if others:
-        raise ValueError(
-            "model_fn has arguments that are not expected. Received: "
-            f"{', '.join(others)}. Use only the argument names "
-            f"{', '.join(ARGUMENTS)}, and pass other values in `params`."
-        )
     if params is not None and "params" not in names:
         raise ValueError(
             "model_fn does not include an argument `params`, but `params` are "
             "passed to the Estimator. Received: a model_fn with the arguments "
             f"{list(names)}. Add `params` to the arguments of model_fn."
-        )
-    if params is None and "params" in names:
-        _logger.warning(
-            "model_fn has an argument `params`, but no `params` are passed to "
-            "the Estimator, so model_fn receives an empty dict."
         )
 
 
@@ -133,12 +101,6 @@ def make(
         _check_labels(bundle.model, labels)
         _check_new(bundle.model)
     return bundle
-
-
-def _find_optional_names(function: Callable[..., Any]) -> set[str]:
-    """Returns the names of a function's arguments that have defaults."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name for p in parameters if p.default is not p.empty}
 
 
 def _check_new(model: keras.Model) -> None:
@@ -236,7 +198,7 @@ def _name_metric(name: str, metric: object) -> keras.metrics.Metric | str:
 
 
 def _check_metrics(spec: EstimatorSpec) -> None:
-    """Raises ValueError if a metric's name, or its output, is ambiguous."""
+    """Raises ValueError if the output of a metric is ambiguous."""
     metrics = spec.eval_metric_ops or {}
     outputs = getattr(spec.model, "outputs", None) or []
     if metrics and len(outputs) > 1:
@@ -246,14 +208,6 @@ def _check_metrics(spec: EstimatorSpec) -> None:
             "Assign each metric to an output with `model.compile(optimizer, "
             "loss, metrics={'output': [...]})`, and omit loss, train_op and "
             "eval_metric_ops in the EstimatorSpec."
-        )
-    kind = keras.metrics.Metric
-    objects = [id(m) for m in metrics.values() if isinstance(m, kind)]
-    if len(set(objects)) < len(objects):
-        raise ValueError(
-            "A metric of eval_metric_ops must have one name. Received: the "
-            "same metric object under more than one of the names "
-            f"{sorted(metrics)}. Create a separate metric for each name."
         )
 
 
@@ -272,27 +226,24 @@ def _choose_predictions(
             "predictions as symbolic tensors, with `keras.ops` on the tensors "
             "of the model."
         )
-    entry = functools.partial(_pick_output, model)
-    if isinstance(predictions, str):
-        return model, lambda outputs: entry(outputs, predictions)
+    entry = functools.partial(_choose_part, model)
     if isinstance(predictions, list | tuple):
-        return model, lambda outputs: {
-            name: entry(outputs, name) for name in predictions
-        }
-    if isinstance(predictions, Mapping):
+        predictions = {name: name for name in predictions}
+    if not isinstance(predictions, Mapping):
+        return model, entry(predictions)
+    parts = {name: entry(part) for name, part in predictions.items()}
+    return model, lambda outputs: {
+        n: part(outputs) for n, part in parts.items()
+    }
 
-        def select(outputs: Tree) -> dict[str, Any]:
-            return {
-                name: part(outputs)
-                if callable(part)
-                else outputs
-                if part is None
-                else entry(outputs, part)
-                for name, part in predictions.items()
-            }
 
-        return model, select
-    return model, predictions
+def _choose_part(model: keras.Model, part: Any) -> Callable[[Tree], Tree]:
+    """Returns a function of a model's outputs that returns one prediction."""
+    if part is None:
+        return lambda outputs: outputs
+    if isinstance(part, str):
+        return functools.partial(_pick_output, model, part)
+    return part
 
 
 def _make_output_namer(model: keras.Model) -> Callable[[Tree], Tree]:
@@ -323,7 +274,7 @@ def _complete_output_names(model: keras.Model, count: int) -> list[str]:
     return [f"output_{index}" for index in range(count)]
 
 
-def _pick_output(model: keras.Model, outputs: Tree, name: str) -> Array:
+def _pick_output(model: keras.Model, name: str, outputs: Tree) -> Array:
     """Returns the output of the model that has the given name."""
     named = _make_output_namer(model)(outputs)
     if not isinstance(named, Mapping):

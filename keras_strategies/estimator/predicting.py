@@ -16,22 +16,9 @@ from keras_strategies.estimator.seam import (
 )
 
 
-def check_keys(keys: Iterable[str] | str | None) -> tuple[str, ...] | None:
-    """Checks `predict_keys`; returns them as a tuple, or None to select all.
-
-    Raises:
-      TypeError: if a key is not a str.
-    """
-    if keys is None:
-        return None
-    is_many = isinstance(keys, Iterable) and not isinstance(keys, str)
-    names: tuple[Any, ...] = tuple(keys) if is_many else (keys,)
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            "`predict_keys` must be names of predictions. Received: "
-            f"{shorten(keys)}. Pass a string or a list of strings, or None for "
-            "all predictions."
-        )
+def list_keys(keys: Iterable[str] | str | None) -> tuple[str, ...] | None:
+    """Returns `predict_keys` as a tuple, or None to select all."""
+    names = (keys,) if isinstance(keys, str) else tuple(keys or ())
     return names or None
 
 

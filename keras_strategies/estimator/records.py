@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from keras_strategies.estimator.config.run_config import RunConfig
@@ -30,6 +30,7 @@ GLOBAL_STEP = "global_step"
 """The name of the global step in the results of an evaluation."""
 
 _MAX_LINE = 1 << 20
+_MAX_BYTES = 64 << 20
 _logger = logging.getLogger(__name__)
 
 
@@ -68,9 +69,12 @@ def read(directory: str) -> dict[int, dict[str, float]]:
       directory: The evaluation's directory, which may not exist yet.
     """
     results: dict[int, dict[str, float]] = {}
-    for number, line in enumerate(
-        _iter_lines(pathlib.Path(directory, FILE)), 1
-    ):
+    try:
+        with open_regular(pathlib.Path(directory, FILE)) as file:
+            lines = file.read(_MAX_BYTES).splitlines()
+    except FileNotFoundError:
+        return results
+    for number, line in enumerate(lines, 1):
         entry = _parse_line(line)
         if entry is None:
             _logger.warning(
@@ -83,24 +87,6 @@ def read(directory: str) -> dict[int, dict[str, float]]:
         step, metrics = entry
         results.setdefault(step, {}).update(metrics)
     return dict(sorted(results.items()))
-
-
-def rename(
-    results: Mapping[str, Any], names: Mapping[str, str]
-) -> dict[str, Any]:
-    """Returns results under new names; `names` maps old to new names.
-
-    Raises:
-      ValueError: if a key of `names` is not the name of a result.
-    """
-    for name in names:
-        if name not in results:
-            raise ValueError(
-                "Keys of `metric_names_map` must be names of results. "
-                f"Received: {name!r}; the results are {sorted(results)}. "
-                "Correct the key."
-            )
-    return {names.get(name, name): value for name, value in results.items()}
 
 
 def make_scalars(
@@ -147,19 +133,6 @@ def _warn_once() -> None:
         "No event files are written, because tensorboardX is not installed. "
         "Run `pip install tensorboardX`, or set `save_summary_steps=None`."
     )
-
-
-def _iter_lines(path: pathlib.Path) -> Iterator[bytes]:
-    """Yields the lines of a file, if it exists; long lines are truncated."""
-    try:
-        file = open_regular(path)
-    except FileNotFoundError:
-        return
-    with file:
-        while line := file.readline(_MAX_LINE + 1):
-            yield line
-            while len(line) > _MAX_LINE and not line.endswith(b"\n"):
-                line = file.readline(_MAX_LINE + 1)
 
 
 def _is_number(value: Any) -> bool:

@@ -9,7 +9,6 @@ from keras_strategies.checkpoint import DamagedCheckpoint as DamagedCheckpoint
 from keras_strategies.checkpoint import Keep as Keep
 from keras_strategies.checkpoint import contents as contents
 from keras_strategies.checkpoint import reading as reading
-from keras_strategies.cluster.addresses import add_rpc_layer as add_rpc_layer
 from keras_strategies.cluster.addresses import shorten as shorten
 from keras_strategies.cluster.checks import check_number as check_number
 from keras_strategies.cluster.checks import check_type as check_type
@@ -24,9 +23,6 @@ from keras_strategies.cluster.exchange.message_forms import (
 from keras_strategies.cluster.exchange.rounds import Rounds as Rounds
 from keras_strategies.cluster.resolvers.tf_config_resolver import (
     VARIABLE as VARIABLE,
-)
-from keras_strategies.cluster.resolvers.tf_config_resolver import (
-    has_one_task as has_one_task,
 )
 from keras_strategies.cluster.resolvers.tf_config_resolver import (
     load_tf_config as load_tf_config,

@@ -13,10 +13,7 @@ from keras_strategies.estimator.arguments import (
     check_seconds,
 )
 from keras_strategies.estimator.exporters import Exporter
-from keras_strategies.estimator.seam import (
-    check_type,
-    shorten,
-)
+from keras_strategies.estimator.seam import check_type
 
 DEFAULT_EVAL_STEPS = 100
 """The default number of batches in an evaluation, as in TensorFlow."""
@@ -162,34 +159,15 @@ def _set(spec: object, name: str, value: object) -> None:
 def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
     if exporters is None:
         return ()
-    # A str is also treated as one exporter. Otherwise, the error would quote
-    # only its first letter.
-    is_one = isinstance(exporters, Exporter | str)
-    is_one |= not isinstance(exporters, Iterable)
-    checked = (exporters,) if is_one else tuple(exporters)
+    is_many = isinstance(exporters, Iterable) and not isinstance(exporters, str)
+    checked: tuple[Any, ...] = tuple(exporters) if is_many else (exporters,)
     for exporter in checked:
         what = "an Exporter, an iterable of Exporters, or None"
         fix = "Use, for example, `ks.estimator.BestExporter()`."
         check_type("`exporters`", exporter, Exporter, what, fix)
+        check_type("`name`", exporter.name, str, "a str", "Pass a name.")
+        check_name(exporter.name)
     names = [exporter.name for exporter in checked]
-    for name in names:
-        if not name:
-            raise ValueError(
-                "An Exporter cannot have a name that is `None` or empty. "
-                f"Received: the names {names}. Set the name of each exporter."
-            )
-        if not isinstance(name, str):
-            raise ValueError(
-                "An Exporter must have a string name. Received: "
-                f"{shorten(name)} of type {type(name).__name__}. Use a name "
-                "such as 'best'."
-            )
-        check_name(name)
-        if name in (".", ".."):
-            raise ValueError(
-                "The name of an Exporter must be a valid directory name. "
-                f"Received: {name!r}. Use a name such as 'best'."
-            )
     if len(set(names)) < len(names):
         raise ValueError(
             "`exporters` must have unique names. Received: the names "

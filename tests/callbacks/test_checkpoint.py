@@ -322,8 +322,8 @@ def test_a_damaged_checkpoint_is_put_aside(
     assert told[0][:2] == ["begins", 1]
     (text,) = [r.getMessage() for r in caplog.records if "damaged" in r.message]
     assert str(tmp_path / "kept" / "10") in text
-    assert "It was renamed to 10.damaged-1." in text
-    assert os.path.lexists(tmp_path / "kept" / "10.damaged-1")
+    assert "It was renamed to 10.damaged-" in text
+    assert list((tmp_path / "kept").glob("10.damaged-*"))
     assert find_steps(tmp_path / "kept") == [5, 10, 12]
 
 
@@ -339,12 +339,12 @@ def test_all_damaged_is_as_none(runner, whole, tmp_path):
 
 def test_a_file_in_place_of_the_directory(runner, tmp_path):
     (tmp_path / "kept").write_text("")
-    with pytest.raises(NotADirectoryError, match="kept"):
+    with pytest.raises(FileExistsError, match="kept"):
         fit(runner, Checkpoint(tmp_path / "kept"))
 
 
 def test_a_directory_that_nobody_can_make(runner):
-    with pytest.raises(OSError, match="'/proc/run', which cannot be created: "):
+    with pytest.raises(OSError, match="must be a directory that is writable"):
         fit(runner, Checkpoint("/proc/run"))
 
 
@@ -353,7 +353,7 @@ def test_a_directory_that_is_read_only(runner, tmp_path):
     try:
         if os.access(tmp_path, os.W_OK):
             pytest.skip("modes say nothing to this user")
-        with pytest.raises(PermissionError, match="must be writable"):
+        with pytest.raises(PermissionError, match="that is writable"):
             fit(runner, Checkpoint(tmp_path))
     finally:
         os.chmod(tmp_path, 0o700)
@@ -371,7 +371,7 @@ def test_a_read_only_disk(runner, tmp_path):
     )
     if disk is None:
         pytest.skip("no disk is mounted read-only")
-    with pytest.raises(OSError, match="must be writable"):
+    with pytest.raises(OSError, match="that is writable"):
         fit(runner, Checkpoint(disk))
 
 
@@ -468,8 +468,7 @@ def test_an_error_frees_the_directory(runner, tmp_path):
         ({"resume": "always"}, ValueError, "resume='always'"),
         ({"directory": b"x"}, TypeError, "type bytes"),
         ({"directory": None}, TypeError, "type NoneType"),
-        ({"keep": "all"}, TypeError, "keep='all'. Pass `ks.checkpoint.Keep("),
-        ({"keep": None}, TypeError, "keep=None"),
+        ({"keep": "all"}, TypeError, "`last` must be an integer"),
         ({"keep": -1}, ValueError, "last"),
     ],
     ids=str,

@@ -70,7 +70,7 @@ def list_files(directory):
 # What is written, and when.
 
 
-@pytest.mark.parametrize("replicas", combine([0, 1, 2, 3], every=4))
+@pytest.mark.parametrize("replicas", combine([1, 2, 3], every=3))
 def test_points_of_training_and_validation_are_those_of_history(
     tmp_path, replicas
 ):
@@ -79,8 +79,7 @@ def test_points_of_training_and_validation_are_those_of_history(
         model_of(replicas), scalars, epochs=3, validation_data=(X[:8], Y[:8])
     )
     train, test = read(tmp_path), read(tmp_path, "eval")
-    tags = {"loss", "mae", "learning_rate", *SPEEDS}
-    assert set(train) == tags if replicas else tags - {"examples/sec"}
+    assert set(train) == {"loss", "mae", "learning_rate", *SPEEDS}
     assert set(test) == {"loss", "mae"}
     for name in ("loss", "mae"):
         assert list(train[name]) == [2, 4, 6, 8, 10, 12]
@@ -114,7 +113,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("replicas", [0, 2])
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_steps_that_are_written(tmp_path, name, replicas):
     (every, steps_per_execution, epochs), expected = CASES[name]
@@ -213,10 +212,10 @@ def test_speed_is_that_of_training_alone():
     assert every.is_due(10)
     speed = every.take(106.0, 10, 94)
     assert speed == {global_step.STEPS: 1.0, global_step.ROWS: 8.5}
-    # The next lap begins anew; without rows there is no rate of them.
-    assert every.take(108.0, 30, None) == {global_step.STEPS: 10.0}
-    assert every.take(109.0, 40, 400) == {global_step.STEPS: 10.0}
-    assert every.take(110.0, 40, 400) == {}
+    # The next lap begins anew.
+    speed = every.take(108.0, 30, 100)
+    assert speed == {global_step.STEPS: 10.0, global_step.ROWS: 3.0}
+    assert every.take(110.0, 30, 400) == {}
     assert every.take(110.0, 50, 400) == {}
 
 
@@ -367,15 +366,14 @@ def test_metrics_with_several_entries(tmp_path):
     ]
     model = model_of(2, build=build, metrics=metrics)
     labels = np.eye(2, dtype="float32")[np.arange(22) % 2]
-    with pytest.warns(UserWarning, match="'large' of shape"):
-        history = model.fit(
-            X,
-            labels,
-            batch_size=6,
-            epochs=2,
-            verbose=0,
-            callbacks=[Scalars(tmp_path, every_n_steps=4)],
-        ).history
+    history = model.fit(
+        X,
+        labels,
+        batch_size=6,
+        epochs=2,
+        verbose=0,
+        callbacks=[Scalars(tmp_path, every_n_steps=4)],
+    ).history
     points = read(tmp_path)
     entries = {f"matrix/{i}/{j}" for i in (0, 1) for j in (0, 1)}
     assert set(points) - {"loss", "learning_rate", *SPEEDS} == {
@@ -616,8 +614,6 @@ def test_large_numbers_in_a_line_have_spaces():
         "step 300: loss = 0.1235, accuracy = 0.9 (12.3 steps/s, 1 230 "
         "examples/s)"
     )
-    speed = {global_step.STEPS: 12.34}
-    assert _line(3, {}, speed) == "step 3:  (12.3 steps/s)"
     assert _line(3, {"loss": 1.0}, {}) == "step 3: loss = 1"
 
 
@@ -640,8 +636,7 @@ def test_no_line_where_nobody_listens_to_the_log(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"log_dir": ""}, TypeError, "Received: log_dir=''"),
-        ({"log_dir": 3}, TypeError, "Received: log_dir=3"),
+        ({"log_dir": 3}, TypeError, "Received: 3 of type int"),
         ({"every_n_steps": -1}, ValueError, "must be >= 0. Received: -1"),
         (
             {"every_n_steps": 1.5},
@@ -651,14 +646,16 @@ def test_no_line_where_nobody_listens_to_the_log(tmp_path, caplog):
         ({"every_n_steps": True}, TypeError, "Received: True"),
         ({"log_every_n_steps": "3"}, TypeError, "Received: '3'"),
         ({"initial_step": -3}, ValueError, "Received: -3"),
-        ({"eval_name": ""}, ValueError, "eval_name=''"),
-        ({"eval_name": "../up"}, ValueError, "eval_name='../up'"),
-        ({"eval_name": 3}, ValueError, "eval_name=3"),
     ],
 )
 def test_bad_arguments(arguments, error, message):
-    with pytest.raises(error, match=message.replace("..", r"\.\.")):
+    with pytest.raises(error, match=message):
         Scalars(**({"log_dir": "logs"} | arguments))
+
+
+def test_a_model_without_a_strategy_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match="outside a strategy's scope"):
+        fit(model_of(0), Scalars(tmp_path))
 
 
 def test_a_directory_that_cannot_be_made_is_reported_before_the_first_step(
@@ -668,12 +665,10 @@ def test_a_directory_that_cannot_be_made_is_reported_before_the_first_step(
     directory = tmp_path / "file" / "logs"
     model = _kept_model(2, 1)
     before = int(model.optimizer.iterations.value)
-    with pytest.raises(
-        ValueError, match="must be able to write to its directory"
-    ):
+    with pytest.raises(OSError, match="file"):
         fit(model, Scalars(directory))
     assert int(model.optimizer.iterations.value) == before
-    with pytest.raises(ValueError, match="file/logs/eval"):
+    with pytest.raises(OSError, match="file/logs"):
         model.evaluate(X, Y, verbose=0, callbacks=[Scalars(directory)])
 
 
@@ -815,9 +810,9 @@ def test_an_error_of_a_buckets_library_ends_the_points_alone(monkeypatch):
     factories = record_writer.REGISTERED_FACTORIES
     monkeypatch.setitem(factories, "bucket", Factory())
     points = event_files.Points("bucket://run")
-    with pytest.raises(ValueError, match="Forbidden: no such bucket"):
+    with pytest.raises(Forbidden, match="no such bucket"):
         points.open()
-    with pytest.warns(RuntimeWarning, match="Forbidden: no such bucket"):
+    with pytest.warns(RuntimeWarning, match=r"Forbidden\('no such bucket'\)"):
         points.add(3, {"loss": 1.0})
     points.add(4, {"loss": 1.0})
 

@@ -67,14 +67,13 @@ def needs_nothing():
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"model_fn": None}, ValueError, "model_fn must be provided"),
+        ({"model_fn": None}, TypeError, "model_fn must be a function"),
         ({"model_fn": 3}, TypeError, "model_to_estimator"),
         (
             {"model_fn": keras.Sequential()},
             TypeError,
-            "a Keras model, use `ks.estimator.model_to_estimator`",
+            "model, call `ks.estimator.model_to_estimator`",
         ),
-        ({"model_fn": lambda features, x: 0}, ValueError, "not expected"),
         (
             {"model_fn": lambda features: 0, "params": {}},
             ValueError,
@@ -97,7 +96,7 @@ def test_wrong_argument_of_an_estimator_is_refused(
         given.pop("params")
     with pytest.raises(error, match=text) as raised:
         Estimator(**given | arguments)
-    assert re.search("Received: |For a Keras model, use", str(raised.value))
+    assert "Received: " in str(raised.value)
 
 
 def test_model_dir_is_that_of_the_argument_or_of_the_config(tmp_path):
@@ -136,17 +135,22 @@ def test_parameters_are_copied(tmp_path):
         ("train", {"max_steps": -1}, ValueError, "`max_steps` must be > 0"),
         ("train", {"steps": 1.5}, TypeError, "integer"),
         ("train", {"input_fn": 3}, TypeError, "`input_fn` must be callable"),
-        ("train", {"hooks": [3]}, TypeError, "All `hooks`"),
+        ("train", {"hooks": [3]}, TypeError, "`hooks` must be Keras callbacks"),
         ("train", {"saving_listeners": [3]}, TypeError, "saving_listeners"),
         ("evaluate", {"steps": 0}, ValueError, "`steps` must be > 0"),
         ("evaluate", {"input_fn": None}, TypeError, "must be callable"),
         ("evaluate", {"name": 3}, TypeError, "`name` must be a str"),
-        ("evaluate", {"hooks": [3]}, TypeError, "All `hooks`"),
+        (
+            "evaluate",
+            {"hooks": [3]},
+            TypeError,
+            "`hooks` must be Keras callbacks",
+        ),
         (
             "evaluate",
             {"checkpoint_path": "/nowhere/7"},
             ValueError,
-            "Couldn't find trained model",
+            "the directory does not exist",
         ),
         (
             "evaluate",
@@ -155,13 +159,11 @@ def test_parameters_are_copied(tmp_path):
             "named after its step",
         ),
         ("predict", {"input_fn": "a"}, TypeError, "must be callable"),
-        ("predict", {"predict_keys": 3}, TypeError, "names of predictions"),
-        ("predict", {"predict_keys": [3]}, TypeError, "names of predictions"),
         (
             "predict",
             {"checkpoint_path": "/nowhere/7"},
             ValueError,
-            "Couldn't find trained model",
+            "the directory does not exist",
         ),
         (
             "export_saved_model",
@@ -185,9 +187,8 @@ def test_wrong_argument_of_a_method_is_refused(
     given = {"input_fn": arrays} | arguments
     if method.startswith(("get", "export")):
         del given["input_fn"]
-    with pytest.raises(error, match=text) as raised:
+    with pytest.raises(error, match=text):
         getattr(estimator, method)(**given)
-    assert re.search("Received: |contains no", str(raised.value))
     assert estimator.latest_checkpoint() is None
 
 
@@ -540,16 +541,23 @@ def test_nested_features_have_names_of_their_own():
     assert names == ["p_a", "q_a_0", "q_a_1"]
 
 
+class Unknown:
+    """As TensorFlow's `TensorShape(None)`."""
+
+    def __len__(self):
+        raise ValueError("unknown shape")
+
+
 def test_data_without_a_shape_are_refused(tmp_path):
     class Shapeless:
         element_spec = types.SimpleNamespace(
-            shape=types.SimpleNamespace(rank=None), dtype=np.dtype("float32")
+            shape=Unknown(), dtype=np.dtype("float32")
         )
 
         def __iter__(self):
             return batches()
 
-    with pytest.raises(ValueError, match="output_signature"):
+    with pytest.raises(ValueError, match="unknown shape"):
         estimator_of(tmp_path).train(Shapeless)
 
 
@@ -617,6 +625,11 @@ def test_functions_are_given_what_they_ask_for(tmp_path):
     ]
 
 
+class Batches:
+    def __iter__(self):
+        return models.batches_of(X[:16], Y[:16], size=4)
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_input_context_makes_batches_of_a_replica(tmp_path, replicas):
     seen = []
@@ -624,7 +637,7 @@ def test_input_context_makes_batches_of_a_replica(tmp_path, replicas):
     def input_fn(input_context, params):
         assert params == {}
         seen.append(input_context)
-        return models.batches_of(X[:16], Y[:16], size=4)
+        return Batches()
 
     estimator = estimator_of(tmp_path, train_distribute=strategy_of(replicas))
     estimator.train(input_fn)
@@ -634,6 +647,8 @@ def test_input_context_makes_batches_of_a_replica(tmp_path, replicas):
     assert step_of(estimator) == 4 // replicas
     with pytest.raises(ValueError, match="must return a dataset"):
         estimator.train(lambda input_context: arrays())
+    with pytest.raises(ValueError, match="can be read again"):
+        estimator.train(lambda input_context: batches())
 
 
 @pytest.mark.parametrize(
@@ -883,13 +898,9 @@ def test_metric_of_another_name_keeps_its_arguments(tmp_path):
     assert estimator.evaluate(arrays)["group/five"] == 5.0
 
 
-ONE_METRIC = keras.metrics.MeanAbsoluteError()
-
-
 @pytest.mark.parametrize(
     ("metrics", "outputs", "text"),
     [
-        ({"a": ONE_METRIC, "b": ONE_METRIC}, 1, "must have one name"),
         ({"a": "mse", "b": "mae"}, 2, "with one output.*metrics={"),
     ],
 )
@@ -908,8 +919,8 @@ def test_metrics_that_cannot_be_named_are_refused(
 def test_initial_weights_are_told_of(tmp_path, caplog):
     estimator = estimator_of(tmp_path)
     told = (
-        f"There is no checkpoint in {tmp_path}, so the initial weights are "
-        "used."
+        f"There is no good checkpoint in {tmp_path}, so the initial weights "
+        "are used."
     )
     estimator.evaluate(arrays, steps=1)
     assert warnings_of(caplog) == [told]
@@ -1059,7 +1070,7 @@ def test_warm_start_takes_some_weights(tmp_path):
         ({"ckpt_to_initialize_from": ""}, ValueError, "MUST be set"),
         ({"ckpt_to_initialize_from": 3}, TypeError, "must be a path"),
         ({"vars_to_warm_start": [3]}, TypeError, "regular expressions"),
-        ({"vars_to_warm_start": "*a"}, ValueError, "nothing to repeat"),
+        ({"vars_to_warm_start": "*a"}, re.error, "nothing to repeat"),
         ({"var_name_to_prev_var_name": ["a"]}, TypeError, "must be a dict"),
         ({"var_name_to_vocab_info": {"a": 1}}, ValueError, "not supported"),
     ],
@@ -1084,7 +1095,7 @@ def test_wrong_settings_are_refused(settings, error, text):
         ),
         (
             {"var_name_to_prev_var_name": {"dense/bias": "dense/kernel"}},
-            "of shape",
+            "must match",
         ),
     ],
 )

@@ -48,10 +48,6 @@ class SessionRunHook:
         pass
 
 
-def hook_named(name):
-    return type(name, (SessionRunHook,), {})()
-
-
 class Listener(ks.estimator.CheckpointSaverListener):
     pass
 
@@ -117,27 +113,37 @@ def test_eval_spec():
         (TrainSpec, {"max_steps": -1}, ValueError, "`max_steps` must be > 0"),
         (TrainSpec, {"max_steps": 1.5}, TypeError, "must be an integer"),
         (TrainSpec, {"max_steps": True}, TypeError, "must be an integer"),
-        (TrainSpec, {"hooks": [3]}, TypeError, "All `hooks` must be"),
+        (
+            TrainSpec,
+            {"hooks": [3]},
+            TypeError,
+            "`hooks` must be Keras callbacks",
+        ),
         (TrainSpec, {"hooks": 3}, TypeError, "`hooks` must be a list"),
         (
             TrainSpec,
             {"hooks": [keras.callbacks.History]},
             TypeError,
-            "All `hooks` must be",
+            "`hooks` must be Keras callbacks",
         ),
         (
             TrainSpec,
             {"saving_listeners": [3]},
             TypeError,
-            "All saving_listeners",
+            "`saving_listeners` must be objects",
         ),
-        (TrainSpec, {"saving_listeners": [Listener]}, TypeError, "a class"),
+        (TrainSpec, {"saving_listeners": [Listener]}, TypeError, "an instance"),
         (EvalSpec, {"input_fn": None}, TypeError, "must be callable"),
         (EvalSpec, {"steps": 0}, ValueError, "`steps` must be > 0"),
         (EvalSpec, {"steps": "1"}, TypeError, "must be an integer"),
         (EvalSpec, {"name": 3}, TypeError, "must be a str"),
-        (EvalSpec, {"name": "../a"}, ValueError, "slashes"),
-        (EvalSpec, {"hooks": [3]}, TypeError, "All `hooks` must be"),
+        (EvalSpec, {"name": "../a"}, ValueError, "directory's name"),
+        (
+            EvalSpec,
+            {"hooks": [3]},
+            TypeError,
+            "`hooks` must be Keras callbacks",
+        ),
         (EvalSpec, {"start_delay_secs": -1}, ValueError, "must be >= 0"),
         (EvalSpec, {"start_delay_secs": None}, TypeError, "of seconds"),
         (
@@ -151,11 +157,10 @@ def test_eval_spec():
         (EvalSpec, {"exporters": "best"}, TypeError, "'best' of type str"),
         (EvalSpec, {"exporters": [None]}, TypeError, "must be an Exporter"),
         (EvalSpec, {"exporters": [Own("a"), 3]}, TypeError, "an Exporter"),
-        (EvalSpec, {"exporters": Own("")}, ValueError, "None` or empty"),
-        (EvalSpec, {"exporters": Own(None)}, ValueError, "None` or empty"),
-        (EvalSpec, {"exporters": Own(3)}, ValueError, "string name"),
-        (EvalSpec, {"exporters": Own("a/b")}, ValueError, "slashes"),
-        (EvalSpec, {"exporters": Own("..")}, ValueError, "directory name"),
+        (EvalSpec, {"exporters": Own(None)}, TypeError, "must be a str"),
+        (EvalSpec, {"exporters": Own(3)}, TypeError, "must be a str"),
+        (EvalSpec, {"exporters": Own("a/b")}, ValueError, "directory's name"),
+        (EvalSpec, {"exporters": Own("..")}, ValueError, "directory's name"),
         (
             EvalSpec,
             {"exporters": [Own("a"), Own("a")]},
@@ -170,31 +175,9 @@ def test_wrong_argument_of_a_spec_is_refused(kind, arguments, error, text):
     assert "Received: " in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "fix"),
-    [
-        ("CheckpointSaverHook", "save_checkpoints_steps"),
-        ("CheckpointInputPipelineHook", "next batch"),
-        ("FeedFnHook", "input_fn"),
-        ("FinalOpsHook", "on_train_end"),
-        ("GlobalStepWaiterHook", "start together"),
-        ("LoggingTensorHook", "log_step_count_steps"),
-        ("NanTensorHook", "TerminateOnNaN"),
-        ("ProfilerHook", "jax.profiler"),
-        ("StepCounterHook", "log_step_count_steps"),
-        ("StopAtStepHook", "`max_steps`"),
-        ("SummarySaverHook", "save_summary_steps"),
-        ("_StopOnPredicateHook", "make_early_stopping_hook"),
-        ("InMemoryEvaluatorHook", "experimental.InMemoryEvaluatorHook"),
-        ("MyHook", "on_train_batch_end"),
-    ],
-)
-def test_a_session_run_hook_is_refused_naming_the_callback(name, fix):
-    hook = hook_named(name)
-    derived = type("Derived", (type(hook),), {})()
-    for given in (hook, derived):
-        with pytest.raises(TypeError, match=fix):
-            TrainSpec(input_fn, hooks=[given])
+def test_a_session_run_hook_is_refused():
+    with pytest.raises(TypeError, match="docs/estimator.md lists"):
+        TrainSpec(input_fn, hooks=[SessionRunHook()])
 
 
 def model(is_compiled=False):
@@ -270,45 +253,25 @@ TENSOR = np.zeros(3)
             "must not set the loss",
         ),
         ("eval", {"loss": TENSOR}, TypeError, "Graph tensors"),
-        ("eval", {"loss": 3.0}, TypeError, "loss must be a Keras loss"),
         (
             "train",
             {"loss": "mse", "train_op": TENSOR},
             TypeError,
-            "train_op must be a Keras optimizer",
-        ),
-        (
-            "train",
-            {"loss": "mse", "train_op": print},
-            TypeError,
-            "train_op must be a Keras optimizer",
+            "Graph tensors",
         ),
         ("infer", {"predictions": TENSOR}, TypeError, "Graph tensors"),
         ("infer", {"predictions": {"a": TENSOR}}, TypeError, "Graph tensors"),
-        ("infer", {"predictions": 3}, TypeError, "predictions must be"),
         (
             "eval",
             {"loss": "mse", "eval_metric_ops": ["mae"]},
             TypeError,
-            "eval_metric_ops must be a dict",
+            "`eval_metric_ops` must be a dict",
         ),
         (
             "eval",
             {"loss": "mse", "eval_metric_ops": {"a": (TENSOR, TENSOR)}},
             TypeError,
-            "for key: a",
-        ),
-        (
-            "eval",
-            {"loss": "mse", "eval_metric_ops": {3: "mae"}},
-            TypeError,
-            "Keys of eval_metric_ops",
-        ),
-        (
-            "infer",
-            {"predictions": "a", "export_outputs": [1]},
-            TypeError,
-            "`export_outputs` must be a dict",
+            "Graph tensors",
         ),
         (
             "infer",
@@ -319,14 +282,14 @@ TENSOR = np.zeros(3)
         (
             "eval",
             {"loss": "mse", "scaffold": object()},
-            TypeError,
+            ValueError,
             "`scaffold` is not supported",
         ),
         (
             "eval",
             {"loss": "mse", "evaluation_hooks": [SessionRunHook()]},
             TypeError,
-            "All `evaluation_hooks`",
+            "`evaluation_hooks` must be Keras callbacks",
         ),
         (
             "eval",
@@ -338,26 +301,25 @@ TENSOR = np.zeros(3)
             "eval",
             {"loss": "mse", "training_hooks": [3]},
             TypeError,
-            "All `training_hooks`",
+            "`training_hooks` must be Keras callbacks",
         ),
         (
             "eval",
             {"loss": "mse", "training_chief_hooks": [3]},
             TypeError,
-            "All `training_chief_hooks`",
+            "`training_chief_hooks` must be Keras callbacks",
         ),
         (
             "eval",
             {"loss": "mse", "prediction_hooks": [3]},
             TypeError,
-            "All `prediction_hooks`",
+            "`prediction_hooks` must be Keras callbacks",
         ),
     ],
 )
 def test_wrong_estimator_spec_is_refused(mode, fields, error, text):
-    with pytest.raises(error, match=text) as raised:
+    with pytest.raises(error, match=text):
         spec_of(mode, **fields)
-    assert "Received: " in str(raised.value)
 
 
 @pytest.mark.parametrize("given", [None, 3, keras.Sequential])
@@ -394,20 +356,20 @@ def best(best_eval_result, current_eval_result, more):
         ("BestExporter", {"exports_to_keep": 0}, ValueError, "> 0"),
         ("BestExporter", {"exports_to_keep": 0.5}, TypeError, "integer"),
         ("LatestExporter", {"exports_to_keep": -1}, ValueError, "> 0"),
-        ("BestExporter", {"compare_fn": None}, ValueError, "a function"),
+        ("BestExporter", {"compare_fn": None}, TypeError, "callable"),
         (
             "BestExporter",
             {"compare_fn": lambda best_eval_result: True},
-            ValueError,
-            "have an argument `current_eval_result`",
+            TypeError,
+            "argument 'current_eval_result'",
         ),
+        ("BestExporter", {"compare_fn": best}, TypeError, "'more'"),
         (
-            "BestExporter",
-            {"compare_fn": lambda current_eval_result: True},
+            "FinalExporter",
+            {"assets_extra": {"a": "b"}},
             ValueError,
-            "have an argument `best_eval_result`",
+            "`assets_extra` is not supported",
         ),
-        ("BestExporter", {"compare_fn": best}, ValueError, "not expected"),
         ("FinalExporter", {"as_text": True}, ValueError, "`as_text` is not"),
         (
             "FinalExporter",
@@ -425,9 +387,8 @@ def best(best_eval_result, current_eval_result, more):
     ],
 )
 def test_wrong_argument_of_an_exporter_is_refused(kind, arguments, error, text):
-    with pytest.raises(error, match=text) as raised:
+    with pytest.raises(error, match=text):
         getattr(ks.estimator, kind)(**{"name": "a"} | arguments)
-    assert "Received: " in str(raised.value)
 
 
 def test_arguments_of_a_partial_function_are_given():
@@ -441,19 +402,6 @@ def test_arguments_of_a_partial_function_are_given():
 def test_the_smaller_loss_is_better(before, now, expected):
     results = ({"loss": before}, {"loss": now, "a": 1})
     assert exporters.has_smaller_loss(*results) is expected
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "name"),
-    [
-        ({}, {"loss": 1}, "best_eval_result"),
-        (None, {"loss": 1}, "best_eval_result"),
-        ({"loss": 1}, {"mae": 1}, "current_eval_result"),
-    ],
-)
-def test_results_without_a_loss_cannot_be_compared(before, now, name):
-    with pytest.raises(ValueError, match=f"{name} cannot be empty"):
-        exporters.has_smaller_loss(before, now)
 
 
 def test_results_of_evaluations_are_read_back(tmp_path, caplog):

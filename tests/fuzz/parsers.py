@@ -226,7 +226,6 @@ def _listed(directory: Any) -> Parse:
 
     def parse(text: bytes) -> object:
         listing = look_at(str(directory), is_quick=True)
-        listing.as_dict()
         console = Console(width=80, file=io.StringIO())
         return print_listing(listing, console)
 
@@ -617,7 +616,7 @@ PARSERS: dict[str, Parser] = {
         errors=(RuntimeError,),
     ),
     "message: checkpoints": Parser(
-        ['{"value": 3}', '{"error": "x", "is_damage": true}'],
+        ['["", false, 3]', '["x", true, null]'],
         _heard_by_storage,
         errors=(RuntimeError, DamagedCheckpoint),
     ),

@@ -12,9 +12,6 @@ from typing import Any
 
 from keras_strategies.checkpoint.directory.names import (
     MANIFEST,
-    describe_kind,
-    find_steps,
-    parse_step,
 )
 from keras_strategies.cluster.untrusted import load_json
 
@@ -95,17 +92,12 @@ def quote_name(name: str) -> str:
     return text if len(name) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-NO_LINKS = (
-    os.O_RDONLY
-    | getattr(os, "O_NOFOLLOW", 0)
-    | getattr(os, "O_NONBLOCK", 0)
-    | getattr(os, "O_BINARY", 0)
-)
+NO_LINKS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 """The flags for opening files without following links or waiting for pipes."""
 
 _NOT_KNOWN = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EBADF)
-_MAX_STEPS = 8
 _GONE = "it was deleted while it was read"
+_LINK = "it is a symbolic link"
 
 
 def find_files(path: pathlib.Path) -> dict[str, int]:
@@ -126,9 +118,10 @@ def find_files(path: pathlib.Path) -> dict[str, int]:
     sizes: dict[str, int] = {}
     with translate_errors(path):
         for name, status in _walk(path):
+            if stat.S_ISLNK(status.st_mode):
+                raise make_damage_error(path, name, _LINK)
             if not stat.S_ISREG(status.st_mode):
-                kind = describe_kind(status)
-                problem = f"it is a {kind}, not a file or a directory"
+                problem = "it is neither a file nor a directory"
                 raise make_damage_error(path, name, problem)
             if name != MANIFEST:
                 sizes[name] = status.st_size
@@ -144,11 +137,12 @@ def check_directory(path: pathlib.Path) -> None:
     try:
         status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
-        raise _make_missing_error(path) from None
+        problem, fix = "the directory does not exist", "Use another step."
+        raise make_damage_error(path, None, problem, fix) from None
     if not stat.S_ISDIR(status.st_mode):
-        raise make_damage_error(
-            path, None, f"it is a {describe_kind(status)}, not a directory"
-        )
+        is_link = stat.S_ISLNK(status.st_mode)
+        problem = _LINK if is_link else "it is not a directory"
+        raise make_damage_error(path, None, problem)
 
 
 @contextlib.contextmanager
@@ -174,7 +168,7 @@ def translate_errors(
     except OSError as error:
         problem = f"it cannot be read: {error.strerror or type(error).__name__}"
         if error.errno == errno.ELOOP:
-            problem = "it is a symbolic link"
+            problem = _LINK
         raise make_damage_error(path, name, problem) from error
 
 
@@ -190,10 +184,8 @@ def open_file(path: pathlib.Path, name: str) -> Iterator[io.FileIO]:
         translate_errors(path, name),
         io.FileIO(os.open(path / name, NO_LINKS), "rb") as file,
     ):
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            problem = f"it is a {describe_kind(status)}, not a file"
-            raise make_damage_error(path, name, problem)
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise make_damage_error(path, name, "it is not a file")
         yield file
 
 
@@ -241,18 +233,14 @@ def compute_digest(path: pathlib.Path, name: str) -> str:
 
 
 def measure_size(path: pathlib.Path) -> int:
-    """Returns the size of a file, or of all files in a directory, in bytes.
+    """Returns the size of all files in a directory, in bytes.
 
-    Links are not followed. Files whose size cannot be read, for example because
-    they are deleted at the same time, count as 0 bytes.
+    Links are not followed. Returns 0 for a directory whose files cannot be
+    read, for example because they are deleted at the same time.
     """
     try:
-        status = path.lstat()
-        if not stat.S_ISDIR(status.st_mode):
-            return status.st_size if stat.S_ISREG(status.st_mode) else 0
-        with os.scandir(path) as entries:
-            return sum(measure_size(path / entry.name) for entry in entries)
-    except (OSError, RecursionError):
+        return sum(status.st_size for _, status in _walk(path))
+    except OSError:
         return 0
 
 
@@ -262,10 +250,7 @@ def flush(path: pathlib.Path) -> None:
     Raises:
       OSError: if the disk failed or is full.
     """
-    try:
-        descriptor = os.open(path, NO_LINKS)
-    except PermissionError:  # Windows cannot open directories.
-        return
+    descriptor = os.open(path, NO_LINKS)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -274,23 +259,6 @@ def flush(path: pathlib.Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _make_missing_error(path: pathlib.Path) -> DamagedCheckpoint:
-    problem = "the directory does not exist"
-    step = parse_step(path.name)
-    if step is None:
-        fix = "It may have been deleted since it was listed. Use another step."
-        return make_damage_error(path, None, problem, fix)
-    steps = find_steps(path.parent)
-    start = ["..."] * (len(steps) > _MAX_STEPS)
-    shown = ", ".join([*start, *map(str, steps[-_MAX_STEPS:])]) or "none"
-    return DamagedCheckpoint(
-        f"There is no checkpoint of step {step} in {str(path.parent)!r}. "
-        f"Available steps: {shown}.",
-        path=path,
-        problem=problem,
-    )
 
 
 def _walk(path: pathlib.Path) -> Iterator[tuple[str, os.stat_result]]:

@@ -1,10 +1,8 @@
 """The lock that allows only one process to write to a checkpoint directory."""
 
 import contextlib
-import dataclasses
-import datetime
 import errno
-import json
+import fcntl
 import logging
 import os
 import pathlib
@@ -13,53 +11,16 @@ import stat
 import time
 import weakref
 
-from keras_strategies.checkpoint.directory.files import NO_LINKS, quote_name
-from keras_strategies.checkpoint.directory.names import (
-    describe_kind,
-    make_directory,
-)
-from keras_strategies.cluster.untrusted import load_json
-
-try:
-    import fcntl
-except ImportError:  # Windows.
-    fcntl = None
+from keras_strategies.checkpoint.directory.files import NO_LINKS
+from keras_strategies.checkpoint.directory.names import make_directory
 
 LOCK = ".lock"
 """The name of the lock's file in the directory of checkpoints."""
 
 _logger = logging.getLogger(__name__)
 
-_MAX_BYTES = 4096
-_MAX_PROCESSES = 2**32
-# The latest valid time, in seconds since 1970: Python's dates end in 9999.
-_LAST_TIME = 2.0**37
+_MAX_BYTES = 200
 _POLL_SECONDS = 0.05
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Writer:
-    """The process that writes to a directory, as read from its lock file.
-
-    Attributes:
-      host: The machine's name; "" if unknown.
-      process_id: The process's id on that machine; None if unknown.
-      since: The time at which the process locked the directory, in seconds
-        since 1970 (UTC); None if unknown.
-    """
-
-    host: str = ""
-    process_id: int | None = None
-    since: float | None = None
-
-    def __str__(self) -> str:
-        number = "" if self.process_id is None else f" {self.process_id}"
-        host = f" on {quote_name(self.host)}" if self.host else ""
-        since = ""
-        if self.since:
-            began = datetime.datetime.fromtimestamp(self.since, datetime.UTC)
-            since = f" since {began:%Y-%m-%d %H:%M:%S} UTC"
-        return f"process{number}{host}{since}"
 
 
 class DirectoryLock:
@@ -84,14 +45,13 @@ class DirectoryLock:
     def __init__(self, directory: str | os.PathLike[str]):
         self._directory = pathlib.Path(directory)
         # Descriptors of the directory and of the file. They are locked, or only
-        # open if locks are not supported. None if this lock is not held.
-        self._descriptor: int | None = None
-        self._file: int | None = None
+        # open if locks are not supported. Empty if this lock is not held.
+        self._descriptors: list[int] = []
 
     @property
     def is_held(self) -> bool:
         """Whether the lock has been acquired and not yet released."""
-        return self._file is not None
+        return bool(self._descriptors)
 
     def acquire(self, timeout_seconds: float = 5.0) -> None:
         """Acquires the lock, or raises an error that names its holder.
@@ -111,7 +71,12 @@ class DirectoryLock:
         """
         if self.is_held:
             raise _make_taken_error(self._directory)
-        self._lock(timeout_seconds)
+        make_directory(self._directory)
+        deadline = time.monotonic() + timeout_seconds
+        while not self._try_once():
+            if time.monotonic() >= deadline:
+                raise _make_taken_error(self._directory)
+            time.sleep(_POLL_SECONDS)
 
     def renew(self) -> None:
         """Locks the file again if it was deleted or replaced in the meantime.
@@ -120,25 +85,18 @@ class DirectoryLock:
           RuntimeError: if another process has acquired the lock since then.
           OSError: if the lock file cannot be written.
         """
-        if self._file is not None:
-            if _is_at(self._file, self._directory / LOCK):
-                return
-            os.close(self._file)
-            self._file = None
-        self._lock(0.0)
+        path = self._directory / LOCK
+        if not self.is_held or not _is_at(self._descriptors[-1], path):
+            self.release()
+            self.acquire(0.0)
 
     def release(self) -> None:
         """Releases the lock, if it is held."""
-        if self._file is not None:
+        for descriptor in self._descriptors:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, 0)
-        for descriptor in (self._file, self._descriptor):
-            if descriptor is not None and fcntl is not None:
-                with contextlib.suppress(OSError):
-                    # Closing the descriptor may not be enough to unlock it: a
-                    # child process that was not forked by Python may have a
-                    # copy of it.
-                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+                # Closing the descriptor may not be enough to unlock it: a child
+                # process that was not forked by Python may have a copy of it.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
         self._close()
 
     def __enter__(self) -> "DirectoryLock":
@@ -148,53 +106,51 @@ class DirectoryLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _lock(self, timeout_seconds: float) -> None:
-        make_directory(self._directory)
-        deadline = time.monotonic() + timeout_seconds
-        try:
-            while not self._lock_once():
-                if time.monotonic() >= deadline:
-                    raise _make_taken_error(self._directory)
-                time.sleep(_POLL_SECONDS)
-            assert self._file is not None
-            _write_writer(self._file)
-        except BaseException:
-            self._close()
-            raise
-        _held.add(self)
-
-    def _lock_once(self) -> bool:
+    def _try_once(self) -> bool:
         """Tries once to lock the directory, then the file."""
-        if self._descriptor is None and fcntl is not None:
-            descriptor = os.open(self._directory, os.O_RDONLY)
-            if _try_lock(descriptor, None) is False:
-                os.close(descriptor)
-                return False
-            self._descriptor = descriptor
         path = self._directory / LOCK
-        self._file = _open(path, os.O_RDWR | os.O_CREAT)
-        is_taken = _try_lock(self._file, self._directory) is False
-        # The file may have been deleted after it was opened and before it was
-        # locked. Other processes would then lock a new file.
-        if not is_taken and _is_at(self._file, path):
-            return True
-        self._close()
-        return False
+        is_locked = False
+        try:
+            self._descriptors = [os.open(self._directory, os.O_RDONLY)]
+            if _try_lock(self._descriptors[0], fcntl.LOCK_EX) is False:
+                return False
+            self._descriptors.append(_open(path, os.O_RDWR | os.O_CREAT))
+            answer = _try_lock(self._descriptors[1], fcntl.LOCK_EX)
+            # The file may have been deleted after it was opened and before it
+            # was locked. Other processes would then lock a new file.
+            if answer is False or not _is_at(self._descriptors[1], path):
+                return False
+            if answer is None:
+                _logger.warning(
+                    "%s cannot be locked, because its file system does not "
+                    "support locks. Make sure that no other run writes to it.",
+                    self._directory,
+                )
+            _write_writer(self._descriptors[1])
+            _held.add(self)
+            is_locked = True
+        finally:
+            if not is_locked:
+                self._close()
+        return is_locked
 
     def _close(self) -> None:
         """Closes the descriptors without unlocking them.
 
         So a forked child that calls this does not release its parent's lock.
         """
-        for descriptor in (self._file, self._descriptor):
-            if descriptor is not None:
-                os.close(descriptor)
-        self._file = self._descriptor = None
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
         _held.discard(self)
 
 
-def find_writer(directory: str | os.PathLike[str]) -> Writer | None:
-    """Returns the process that holds a directory's lock, or None."""
+def find_writer(directory: str | os.PathLike[str]) -> str | None:
+    """Returns a description of the process that holds a directory's lock.
+
+    Returns None if the lock is not held. The text is read from the lock file,
+    which is not trusted; unusual characters in it are escaped.
+    """
     directory = pathlib.Path(directory)
     with contextlib.ExitStack() as stack:
         opened: list[int] = []
@@ -202,7 +158,7 @@ def find_writer(directory: str | os.PathLike[str]) -> Writer | None:
             with contextlib.suppress(OSError):
                 opened.append(open_it(path, os.O_RDONLY))
                 stack.callback(os.close, opened[-1])
-        if False in [_try_lock(d, None, is_shared=True) for d in opened]:
+        if False in [_try_lock(d, fcntl.LOCK_SH) for d in opened]:
             return _read_writer(opened[-1])
     return None
 
@@ -216,26 +172,20 @@ def _forget_all() -> None:
         lock._close()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def _open(path: pathlib.Path, flags: int) -> int:
     descriptor = os.open(path, flags | NO_LINKS, 0o600)
     status = os.fstat(descriptor)
-    problem = None
-    if not stat.S_ISREG(status.st_mode):
-        problem = f"is a {describe_kind(status)}"
-    elif status.st_nlink > 1:
-        # Writing to the file would truncate it under its other name, too.
-        problem = f"is a hard link to a file with {status.st_nlink} names"
-    if problem is None:
+    # Writing to a file with two names would truncate it under both of them.
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
         return descriptor
     os.close(descriptor)
     raise OSError(
         errno.EINVAL,
         "The lock file of a directory must be a regular file with one name. "
-        f"Received: {str(path)!r}, which {problem}. Delete this file",
+        f"Received: {str(path)!r}. Delete this file",
     )
 
 
@@ -247,75 +197,38 @@ def _is_at(descriptor: int, path: pathlib.Path) -> bool:
         return False
 
 
-def _try_lock(
-    descriptor: int, directory: pathlib.Path | None, *, is_shared: bool = False
-) -> bool | None:
+def _try_lock(descriptor: int, kind: int) -> bool | None:
     """Tries to lock an open file or directory, without waiting.
 
-    Args:
-      descriptor: The descriptor of the file or directory.
-      directory: The directory to report in a warning if locks are not
-        supported; None for no warning.
-      is_shared: Whether the lock allows other shared locks.
-
     Returns:
-      Whether the lock was acquired; None if locks are not supported.
+      Whether it was locked; None if locks are not supported.
     """
-    reason = "this system has no flock"
-    if fcntl is not None:
-        kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            reason = error.strerror or type(error).__name__
-        else:
-            return True
-    if directory is not None:
-        _logger.warning(
-            "%s cannot be locked: %s. Make sure that no other run writes "
-            "to this directory.",
-            directory,
-            reason,
-        )
-    return None
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def _write_writer(descriptor: int) -> None:
-    content = {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "since": time.time(),
-    }
+    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    text = f"process {os.getpid()} on {socket.gethostname()} since {now}"
     os.ftruncate(descriptor, 0)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    os.write(descriptor, json.dumps(content).encode("ascii"))
+    os.pwrite(descriptor, text.encode(), 0)
 
 
-def _read_writer(descriptor: int) -> Writer:
-    """Reads the writer from a lock file, whose content is not trusted."""
-    content = None
-    with contextlib.suppress(OSError, ValueError):
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        text = os.read(descriptor, _MAX_BYTES)
-        content = load_json(text, max_characters=_MAX_BYTES)
-    entries = content if isinstance(content, dict) else {}
-    host, number, since = map(entries.get, ("host", "pid", "since"))
-    is_number = type(number) is int and 0 < number < _MAX_PROCESSES
-    is_time = isinstance(since, float) and 0 < since < _LAST_TIME
-    return Writer(
-        host=host if isinstance(host, str) else "",
-        process_id=number if is_number else None,
-        since=since if is_time else None,
-    )
+def _read_writer(descriptor: int) -> str:
+    text = b""
+    with contextlib.suppress(OSError):
+        text = os.pread(descriptor, _MAX_BYTES, 0)
+    return ascii(text.decode("latin-1"))[1:-1] or "another process"
 
 
 def _make_taken_error(directory: pathlib.Path) -> RuntimeError:
-    writer = find_writer(directory) or Writer()
-    is_here = writer.host == socket.gethostname()
     fix = "Use another directory for this run, or end the other run."
-    if is_here and writer.process_id == os.getpid():
+    if directory.resolve() in [lock._directory.resolve() for lock in _held]:
         fix = (
             "That is this process. Use the manager that has locked the "
             "directory, or close it first (`manager.close()`)."
@@ -323,5 +236,5 @@ def _make_taken_error(directory: pathlib.Path) -> RuntimeError:
     return RuntimeError(
         "Only one run at a time may write to a directory of checkpoints. "
         f"Received: {str(directory)!r}, which is locked by "
-        f"{'another ' * (writer.process_id is None)}{writer}. {fix}"
+        f"{find_writer(directory) or 'another process'}. {fix}"
     )

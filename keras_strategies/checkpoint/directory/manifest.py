@@ -8,19 +8,16 @@ signature.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
-import math
 import os
 import pathlib
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from keras_strategies._types import Tree
 from keras_strategies.checkpoint.directory.files import (
-    DamagedCheckpoint,
     check_directory,
     compute_digest,
     find_files,
@@ -37,8 +34,8 @@ from keras_strategies.checkpoint.directory.names import (
 from keras_strategies.cluster.exchange.message_forms import (
     find_problem,
     is_count,
+    load_form,
 )
-from keras_strategies.cluster.untrusted import load_json
 
 VERSION = 1
 """The version of the manifest's format."""
@@ -46,7 +43,6 @@ VERSION = 1
 MAX_BYTES = 16 << 20
 """The maximum length of a manifest, in bytes."""
 
-_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _PARTIAL = (
     "This checkpoint is not restored. Use an earlier step. If no run is saving "
     "it at the moment, its directory can be deleted."
@@ -85,18 +81,13 @@ class Manifest:
         return sum(size for size, _ in self.files.values())
 
 
-def _is_step(value: object) -> bool:
-    return type(value) is int and parse_step(str(value)) is not None
+def _are_files(value: object) -> bool:
+    return isinstance(value, dict) and not find_problem(
+        [*value.values()], [(is_count, str)]
+    )
 
 
-_FORM = {
-    "version": int,
-    "step": _is_step,
-    "created": lambda value: type(value) is float,
-    "files": dict,
-    "facts": dict,
-    "checksum": object,
-}
+_FORM = {"step": int, "created": float, "files": _are_files, "facts": dict}
 
 
 def complete_save(
@@ -139,8 +130,7 @@ def write_manifest(
     files. It reads every file once (1 GB takes about a second).
 
     Args:
-      path: The checkpoint's directory. Its name must be the step, or that of
-        `names.saving_path`.
+      path: The checkpoint's directory.
       step: The number of train steps completed.
       facts: Short metadata as JSON (see `Manifest.facts`); it may contain numpy
         numbers.
@@ -148,38 +138,28 @@ def write_manifest(
 
     Raises:
       DamagedCheckpoint: if the directory is missing, or contains a link, a pipe
-        or another special file.
+        or another special file; or if `facts` is too long or nested too deeply.
       TypeError: if a value in `facts` cannot be converted to JSON.
-      ValueError: if the directory's name is not the step, or `facts` is too
-        long.
       OSError: if the manifest cannot be written.
     """
     path = pathlib.Path(path)
-    directories = (step_path(path.parent, step), saving_path(path.parent, step))
-    if path.name not in [directory.name for directory in directories]:
-        raise ValueError(
-            "A checkpoint's directory must be named after its step. Received: "
-            f"step={step}, path={str(path)!r}. Pass the directory of that step."
-        )
     sizes = find_files(path)
-    manifest = Manifest(
-        step=int(step),
-        created=time.time() if created is None else float(created),
-        files={
-            name: (size, compute_digest(path, name))
-            for name, size in sorted(sizes.items())
-        },
-        facts={name: _to_json(value, name) for name, value in facts.items()},
+    # JSON has no NaN and no infinity, so these numbers become strings.
+    plain_facts = json.loads(
+        json.dumps(dict(facts), default=_to_list), parse_constant=str
     )
-    text = _serialize(manifest)
-    try:
-        load_json(text, max_characters=MAX_BYTES)
-    except ValueError as error:
-        raise ValueError(
-            "A checkpoint's manifest must be short, valid JSON. Received: a "
-            f"manifest for {len(sizes)} files; {error}. Shorten or "
-            "simplify the metadata in `facts`."
-        ) from None
+    text = _serialize(
+        Manifest(
+            step=int(step),
+            created=time.time() if created is None else created,
+            files={
+                name: (size, compute_digest(path, name))
+                for name, size in sorted(sizes.items())
+            },
+            facts=plain_facts,
+        )
+    )
+    manifest = _parse(path, text)  # A manifest must be readable.
     names = {path / name for name in sizes}
     for flushed in sorted(names | {name.parent for name in names}):
         flush(flushed)
@@ -234,30 +214,23 @@ def _write(path: pathlib.Path, text: bytes) -> None:
 
 
 def _parse(path: pathlib.Path, text: bytes) -> Manifest:
-    def make_error(problem: str, *fix: str) -> DamagedCheckpoint:
-        return make_damage_error(path, MANIFEST, problem, *fix)
-
-    if not text:
-        raise make_error("it is empty")
+    make_error = functools.partial(make_damage_error, path, MANIFEST)
     try:
-        content = load_json(text, max_characters=MAX_BYTES)
+        content = load_form(text, {"version": int}, max_characters=MAX_BYTES)
     except ValueError as error:
         raise make_error(f"it is not a valid manifest: {error}") from None
-    if not isinstance(content, dict) or "version" not in content:
-        raise make_error("it has no version")
-    if content["version"] != VERSION or isinstance(content["version"], bool):
+    if content["version"] != VERSION:
         raise make_error(f"its version is not {VERSION}", _NEWER)
-    problem = "its keys are not those of a manifest"
-    if set(content) == set(_FORM):
-        problem = find_problem(content, _FORM) or find_problem(
-            list(content["files"].values()), [(is_count, _is_sha256)], "files"
-        )
+    problem = find_problem(content, _FORM)
     if problem is not None:
-        raise make_error(problem)
-    del content["checksum"]
-    files = {name: tuple(entry) for name, entry in content["files"].items()}
-    content |= {"files": files}
-    manifest = Manifest(**content)
+        raise make_error(f"it is not a valid manifest: {problem}")
+    files = content["files"].items()
+    manifest = Manifest(
+        step=content["step"],
+        created=float(content["created"]),
+        files={name: tuple(entry) for name, entry in files},
+        facts=content["facts"],
+    )
     # Compares all bytes, so that changes in whitespace or order are detected,
     # too.
     if _serialize(manifest) != text:
@@ -267,32 +240,12 @@ def _parse(path: pathlib.Path, text: bytes) -> Manifest:
     return manifest
 
 
-def _is_sha256(value: object) -> bool:
-    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
-
-
-def _to_json(value: Tree, name: str) -> Tree:
-    """Converts a value in `Manifest.facts` to JSON."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _to_json(part, name) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(part, name) for part in value]
-    if hasattr(value, "tolist"):  # Numbers and arrays of numpy and jax.
-        return _to_json(value.tolist(), name)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return float(value)
-        return (
-            "NaN"
-            if math.isnan(value)
-            else f"{value}".replace("inf", "Infinity")
-        )
+def _to_list(value: Any) -> Any:
+    """Converts the numbers and arrays of numpy and jax for JSON."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
     raise TypeError(
         "The metadata of a checkpoint must be JSON: numbers, strings, lists "
-        f"and mappings. Received: an object of type {type(value).__name__} in "
-        f"{name!r}. Convert it to a number or a string."
+        f"and mappings. Received: an object of type {type(value).__name__}. "
+        "Convert it to a number or a string."
     )

@@ -3,9 +3,9 @@
 import os
 import pathlib
 import re
-import stat
-from typing import Any
+import tempfile
 
+from keras_strategies.cluster.checks import check_number
 from keras_strategies.names import dry_run
 
 MANIFEST = "manifest.json"
@@ -59,19 +59,11 @@ def step_path(directory: str | os.PathLike[str], step: int) -> pathlib.Path:
 
     Raises:
       TypeError: if the step is not an integer.
-      ValueError: if the step is negative or too high.
+      ValueError: if the step is negative.
     """
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise TypeError(
-            "A checkpoint's step must be an integer. Received: an object of "
-            f"type {type(step).__name__}. Pass the number of completed train "
-            "steps."
-        )
-    if not 0 <= int(step) <= MAX_STEP:
-        raise ValueError(
-            "A checkpoint's step must be in [0, 2**63). Received: "
-            f"{int(step)}. Pass the number of completed train steps."
-        )
+    fix = "Pass the number of completed train steps."
+    name = "A checkpoint's step"
+    check_number(name, step, fix, minimum=0, is_optional=False)
     return pathlib.Path(directory) / str(int(step))
 
 
@@ -82,39 +74,21 @@ def saving_path(directory: str | os.PathLike[str], step: int) -> pathlib.Path:
 
 
 def find_steps(directory: str | os.PathLike[str]) -> list[int]:
-    """Finds the steps of all checkpoints in a directory, good or damaged.
+    """Finds everything in a directory whose name is a step.
 
-    Returns the steps in ascending order.
+    Returns the steps in ascending order; in a dry run, none. The checkpoints
+    may be damaged, and may be links or files.
 
     Args:
-      directory: The directory of checkpoints; it need not exist. Links in it
-        are not followed, so a link to a checkpoint does not count.
+      directory: The directory of checkpoints; it need not exist.
 
     Raises:
       NotADirectoryError: if `directory` is not a directory.
     """
-    return [
-        step for step, is_directory in find_entries(directory) if is_directory
-    ]
-
-
-def find_entries(
-    directory: str | os.PathLike[str],
-) -> list[tuple[int, bool]]:
-    """Finds everything in a directory whose name is a step.
-
-    Returns:
-      Pairs (step, whether the entry is a directory), sorted by step. A link to
-      a directory does not count as a directory. In a dry run, nothing is found.
-    """
-    steps: list[tuple[int, bool]] = []
     if dry_run.get() is not None:
-        return steps
-    for entry in _scan(directory):
-        step = parse_step(entry.name)
-        if step is not None:
-            steps.append((step, entry.is_dir(follow_symlinks=False)))
-    return sorted(steps)
+        return []
+    steps = [parse_step(name) for name in _list_names(directory)]
+    return sorted(step for step in steps if step is not None)
 
 
 def find_partial_saves(directory: str | os.PathLike[str]) -> list[pathlib.Path]:
@@ -136,64 +110,33 @@ def make_directory(directory: str | os.PathLike[str]) -> pathlib.Path:
     """Creates a directory of checkpoints (mode 0700) unless it exists.
 
     Raises:
-      NotADirectoryError: if the path is not a directory.
-      OSError: if it cannot be created.
+      OSError: if the path is not a directory, or this user cannot write to it.
     """
     path = pathlib.Path(directory)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        if not path.is_dir():
-            raise make_directory_error(path) from None
+        path.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path, prefix=".probe-") as file:
+            file.write(b"\0")
     except OSError as error:
         raise OSError(
             error.errno,
-            "The directory of checkpoints must exist or be creatable. "
-            f"Received: {str(path)!r}, which cannot be created: "
-            f"{error.strerror}. Use another directory",
+            "The directory of checkpoints must be a directory that is writable "
+            f"by this user. Received: {str(path)!r}: {error.strerror}. Use "
+            "another directory, or change the permissions of this one",
         ) from error
     return path
-
-
-def describe_kind(status: os.stat_result) -> str:
-    """Returns what an entry is, such as "directory" or "symbolic link"."""
-    kinds: list[tuple[Any, str]] = [
-        (stat.S_ISREG, "file"),
-        (stat.S_ISDIR, "directory"),
-        (stat.S_ISLNK, "symbolic link"),
-        (stat.S_ISFIFO, "pipe"),
-        (stat.S_ISSOCK, "socket"),
-    ]
-    return next(
-        (kind for is_kind, kind in kinds if is_kind(status.st_mode)), "device"
-    )
-
-
-def make_directory_error(path: pathlib.Path) -> NotADirectoryError:
-    """Makes the error for a path that is not a directory of checkpoints."""
-    return NotADirectoryError(
-        f"Checkpoints must be in a directory. Received: {str(path)!r}, which "
-        "is not a directory. Pass the path of a directory; it need not exist."
-    )
 
 
 def _find_matching(
     directory: str | os.PathLike[str], pattern: re.Pattern[str]
 ) -> list[pathlib.Path]:
-    return sorted(
-        pathlib.Path(entry.path)
-        for entry in _scan(directory)
-        if pattern.fullmatch(entry.name)
-    )
+    names = sorted(filter(pattern.fullmatch, _list_names(directory)))
+    return [pathlib.Path(directory, name) for name in names]
 
 
-def _scan(directory: str | os.PathLike[str]) -> list["os.DirEntry[str]"]:
-    path = pathlib.Path(directory)
+def _list_names(directory: str | os.PathLike[str]) -> list[str]:
     try:
-        with os.scandir(path) as entries:
-            return list(entries)
+        return os.listdir(directory)
     except FileNotFoundError:
         return []
-    except NotADirectoryError:
-        raise make_directory_error(path) from None

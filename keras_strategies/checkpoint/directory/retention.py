@@ -11,21 +11,20 @@ import re
 import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterable
 from typing import Literal
 
 from keras_strategies.checkpoint.directory.files import DamagedCheckpoint, flush
 from keras_strategies.checkpoint.directory.manifest import Manifest
 from keras_strategies.checkpoint.directory.names import (
+    DAMAGED,
     DELETING,
     MANIFEST,
     find_partial_saves,
-    make_directory_error,
     parse_step,
     step_path,
 )
-from keras_strategies.cluster.checks import check_number
+from keras_strategies.cluster.checks import check_number, check_type
 
 _GB = 1e9
 
@@ -34,14 +33,13 @@ def check_free_space(directory: str | os.PathLike[str], num_bytes: int) -> None:
     """Checks that the disk has enough free space for a checkpoint.
 
     Args:
-      directory: The directory of the checkpoint; it need not exist.
+      directory: The directory of the checkpoint.
       num_bytes: The size of the checkpoint, in bytes.
 
     Raises:
       OSError: (ENOSPC) if there are fewer free bytes.
-      NotADirectoryError: if the path, or a part of it, is not a directory.
     """
-    free = shutil.disk_usage(_find_existing(pathlib.Path(directory))).free
+    free = shutil.disk_usage(directory).free
     if num_bytes <= free:
         return
     raise OSError(
@@ -84,37 +82,6 @@ def make_save_error(
     return new
 
 
-def check_writable(directory: str | os.PathLike[str]) -> None:
-    """Checks that checkpoints can be written to a directory.
-
-    Args:
-      directory: The directory; it need not exist, and is not created.
-
-    Raises:
-      NotADirectoryError: if the path, or a part of it, is not a directory.
-      PermissionError: if this user may not write there.
-      OSError: if the disk is read-only or full.
-    """
-    path = pathlib.Path(directory)
-    existing, problem = _find_existing(path), None
-    try:
-        if existing == path:
-            with tempfile.TemporaryFile(dir=path, prefix=".probe-") as file:
-                file.write(b"\0")
-        elif not os.access(existing, os.W_OK | os.X_OK):
-            problem = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        problem = error
-    if problem is not None:
-        raise OSError(
-            problem.errno,
-            "The directory of checkpoints must be writable by this user. "
-            f"Received: {str(path)!r}, but {str(existing)!r} is not writable: "
-            f"{problem.strerror}. Use another directory, or change the "
-            "permissions of this one",
-        )
-
-
 def check_name(directory: str | os.PathLike[str]) -> None:
     """Raises ValueError for a path that is unsuitable for a directory.
 
@@ -141,16 +108,6 @@ def check_name(directory: str | os.PathLike[str]) -> None:
             "checkpoint. Pass its parent directory: "
             f"{os.fspath(path.parent)!r}."
         )
-
-
-def _find_existing(path: pathlib.Path) -> pathlib.Path:
-    """Returns the path itself, or else its nearest parent that exists."""
-    for directory in (path, *path.absolute().parents):
-        if directory.is_dir():
-            return directory
-        if os.path.lexists(directory):
-            raise make_directory_error(directory)
-    return path
 
 
 _logger = logging.getLogger(__name__)
@@ -210,16 +167,8 @@ class Keep:
             above=0,
             is_whole=False,
         )
-        if self.best is not None and not isinstance(self.best, str):
-            raise TypeError(
-                "`best` must be a metric's name. Received: an object of type "
-                f'{type(self.best).__name__}. Pass a name such as "val_loss".'
-            )
-        if self.best is not None and not self.best.strip():
-            raise ValueError(
-                f"`best` must be a metric's name. Received: best={self.best!r}."
-                ' Pass a name such as "val_loss", or None.'
-            )
+        fix = 'Pass a name such as "val_loss".'
+        check_type("`best`", self.best, str | None, "a metric's name", fix)
         if self.mode not in _MODES:
             raise ValueError(
                 '`mode` must be "auto", "min" or "max". Received: '
@@ -235,21 +184,13 @@ class Keep:
         return bool(_MAX.search(name)) and not _LOSSES.search(name)
 
 
-def as_keep(keep: object) -> Keep:
+def as_keep(keep: int | Keep | None) -> Keep:
     """Returns a `Keep`; a number n is converted to `Keep(last=n)`.
 
     Raises:
-      TypeError: if `keep` is neither a number nor a `Keep`.
+      TypeError: if `keep` is neither a number, None, nor a `Keep`.
     """
-    if isinstance(keep, Keep):
-        return keep
-    if isinstance(keep, int) and not isinstance(keep, bool):
-        return Keep(last=keep)
-    raise TypeError(
-        "`keep` must be a number of checkpoints or a `ks.checkpoint.Keep`. "
-        f"Received: keep={keep!r}. Pass `ks.checkpoint.Keep(last=None)` to "
-        "retain all checkpoints."
-    )
+    return keep if isinstance(keep, Keep) else Keep(last=keep)
 
 
 def find_deletable(manifests: Iterable[Manifest], keep: Keep) -> list[int]:
@@ -295,13 +236,11 @@ def quarantine(problem: DamagedCheckpoint) -> str:
     Returns:
       The new name of its directory.
     """
-    assert problem.path is not None
-    for number in range(1, 1000):
-        aside = problem.path.with_name(f"{problem.path.name}.damaged-{number}")
-        if not os.path.lexists(aside):
-            os.rename(problem.path, aside)
-            return aside.name
-    raise problem
+    path = problem.path
+    assert path is not None
+    aside = path.with_name(f"{path.name}{DAMAGED}{secrets.token_hex(4)}")
+    os.rename(path, aside)
+    return aside.name
 
 
 def delete_partial_saves(directory: str | os.PathLike[str]) -> list[str]:

@@ -21,7 +21,7 @@ from keras_strategies.checkpoint.directory.manifest import (
 )
 from keras_strategies.checkpoint.directory.names import (
     MANIFEST,
-    find_entries,
+    find_steps,
     step_path,
 )
 from keras_strategies.cluster.untrusted import escape_controls
@@ -32,6 +32,7 @@ MAX_BYTES = 64 << 20
 _STATE = "state"
 _TREE = f"{_STATE}/_METADATA"
 _ARRAYS = f"{_STATE}/array_metadatas"
+_KIND = "JSON file of Orbax"
 _FIX = (
     "This checkpoint is not restored. Use an earlier step, or restore this "
     "directory from a copy."
@@ -72,14 +73,14 @@ def guard_restore(
     """
     path = pathlib.Path(path)
     with guard_read(path):
-        known = _find_names(_load(path, _TREE))
+        known = _find_names(load_object(path, _TREE, MAX_BYTES, _KIND))
         for group, wanted in names.items():
             if not known.issuperset((group, name) for name in wanted):
                 raise make_damage_error(
                     path, _TREE, f"arrays of {quote_name(group)} are missing"
                 )
         for name in _list_array_files(path):
-            _load(path, name)
+            load_object(path, name, MAX_BYTES, _KIND)
         try:
             yield
         except _PROBLEMS as error:
@@ -95,10 +96,6 @@ def _list_array_files(path: pathlib.Path) -> list[str]:
         return [f"{_ARRAYS}/{n}" for n in sorted(os.listdir(path / _ARRAYS))]
 
 
-def _load(path: pathlib.Path, name: str) -> dict[str, Any]:
-    return load_object(path, name, MAX_BYTES, "JSON file of Orbax")
-
-
 def _find_names(content: dict[str, Any]) -> set[tuple[str, ...]]:
     """Returns the paths of all listed arrays; ignores malformed entries."""
     tree = content.get("tree_metadata")
@@ -108,12 +105,6 @@ def _find_names(content: dict[str, Any]) -> set[tuple[str, ...]]:
         if isinstance(keys, list) and all(isinstance(k, dict) for k in keys):
             names.add(tuple(str(k.get("key")) for k in keys))
     return names
-
-
-_DELETED = (
-    "A run that retains only some checkpoints, or a user, has deleted it. Use "
-    "the newest checkpoint that still exists."
-)
 
 
 def verify(path: str | os.PathLike[str], *, is_quick: bool = False) -> Manifest:
@@ -170,7 +161,7 @@ def find_newest_good(
       the errors for newer, damaged checkpoints, newest first.
     """
     problems: list[DamagedCheckpoint] = []
-    for step, _ in reversed(find_entries(directory)):
+    for step in reversed(find_steps(directory)):
         try:
             path = step_path(directory, step)
             return verify(path, is_quick=is_quick), problems
@@ -192,4 +183,4 @@ def guard_read(path: str | os.PathLike[str]) -> Iterator[None]:
         if os.path.lexists(pathlib.Path(path) / MANIFEST):
             raise
         problem = "it was deleted while it was read"
-        raise make_damage_error(path, None, problem, _DELETED) from error
+        raise make_damage_error(path, None, problem) from error

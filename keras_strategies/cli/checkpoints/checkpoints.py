@@ -1,5 +1,6 @@
 """The command `keras-strategies checkpoints`, which lists checkpoints."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -10,11 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_strategies.checkpoint.directory.files import quote_name
-from keras_strategies.checkpoint.directory.names import MANIFEST, parse_step
+from keras_strategies.checkpoint.directory.names import MANIFEST
 from keras_strategies.cli.checkpoints.checkpoint_list import (
     Entry,
     Listing,
-    format_time,
     look_at,
 )
 from keras_strategies.cluster.untrusted import escape_controls
@@ -44,17 +44,14 @@ def checkpoints(
     if problem:
         print(f"keras-strategies checkpoints: {problem}", file=sys.stderr)
         return _WRONG_ARGUMENTS
-    with Console(stderr=True).status("") as status:  # Shown only on terminals.
-        listing = look_at(
-            directory,
-            is_quick=quick,
-            report=lambda step: status.update(f"Checking step {step}"),
-        )
+    # The status is shown only on terminals.
+    with Console(stderr=True).status("Checking the files"):
+        listing = look_at(directory, is_quick=quick)
     if as_json:
-        print(json.dumps(listing.as_dict(), indent=1))
+        print(json.dumps(dataclasses.asdict(listing), indent=1))
     else:
         print_listing(listing, Console(highlight=False))
-    return _DAMAGED if listing.damaged else 0
+    return _DAMAGED if listing.num_damaged else 0
 
 
 def print_listing(listing: Listing, console: Console) -> None:
@@ -65,26 +62,26 @@ def print_listing(listing: Listing, console: Console) -> None:
       console: The console to print to.
     """
     _print(console, listing.directory, "bold")
-    if listing.entries:
-        columns = ("step", "size", "saved (UTC)", "state", "epochs", "values")
+    if listing.checkpoints:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in columns:
+        for name in ("step", "size", "saved (UTC)", "state", "epochs"):
             side = "left" if name == "state" else "right"
             table.add_column(name, justify=side, overflow="fold")
         table.add_column("metrics", overflow="fold")
-        for entry in listing.entries:
-            style = "bold red" if entry.is_damaged else ""
+        for entry in listing.checkpoints:
+            style = "bold red" if entry.problem else ""
             table.add_row(*map(Text, _make_cells(entry)), style=style)
         console.print(table)
     for left in listing.left_behind:
         size = decimal(left.num_bytes)
         _print(console, f"Left behind: {left.name}, {size}: {left.reason}.")
-    for entry in listing.damaged:
-        text = f"Step {entry.step} is damaged: {entry.problem}."
-        _print(console, text, "bold red")
+    for entry in listing.checkpoints:
+        if entry.problem:
+            text = f"Step {entry.step} is damaged: {entry.problem}."
+            _print(console, text, "bold red")
     if listing.writer is not None:
         _print(console, f"A run is writing here: {listing.writer}.")
-    count, wrong = len(listing.entries), len(listing.damaged)
+    count, wrong = len(listing.checkpoints), listing.num_damaged
     counts = f"{count or 'No'} checkpoint{'s' * (count != 1)}"
     damaged = f", {wrong} damaged" * bool(wrong)
     size = f", {decimal(listing.num_bytes)}" * bool(listing.num_bytes)
@@ -97,20 +94,19 @@ def _print(console: Console, text: str, style: str = "") -> None:
 
 def _make_cells(entry: Entry) -> list[str]:
     """Creates the cells of a checkpoint's row in the table."""
-    epoch = entry.facts.get("epoch")
-    count = sum(group["num_values"] for group in entry.contents.values())
+    epoch, logs = entry.facts.get("epoch"), entry.facts.get("logs")
     # Line breaks are escaped: a line break in the name of a metric would
     # separate the name from its value.
-    metrics = (
-        f"{escape_controls(k)}={_format(v)}" for k, v in entry.logs.items()
-    )
+    metrics = [
+        f"{escape_controls(name)}={_format(value)}"
+        for name, value in (logs if isinstance(logs, dict) else {}).items()
+    ]
     return [
         str(entry.step),
         decimal(entry.num_bytes),
-        (format_time(entry.created) or "")[:16].replace("T", " "),
-        entry.state.value,
+        (entry.created or "")[:16].replace("T", " "),
+        entry.state,
         "" if epoch is None else _format(epoch),
-        f"{count:,}" if entry.contents else "",
         ", ".join(metrics),
     ]
 
@@ -129,11 +125,9 @@ def _find_problem(directory: str) -> str | None:
             f"{quote_name(directory)} cannot be listed: {error.strerror}. Pass "
             "the directory that contains a run's checkpoints."
         )
-    name = os.path.basename(os.path.abspath(directory))
-    if MANIFEST in names and parse_step(name) is not None:
-        above = os.path.dirname(os.path.abspath(directory))
+    if MANIFEST in names:
         return (
             f"{quote_name(directory)} is a single checkpoint. Pass the "
-            f"directory that contains it: {quote_name(above)}."
+            "directory that contains it."
         )
     return None

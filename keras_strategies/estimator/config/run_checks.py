@@ -39,6 +39,10 @@ _WITHOUT_MEANING = {
         "JAX chooses the protocol. See `ks.experimental.CommunicationOptions` "
         "for the available options.",
     ),
+    "experimental_distribute": (
+        None,
+        "Pass its strategies as `train_distribute` and `eval_distribute`.",
+    ),
     "checkpoint_save_graph_def": (
         True,
         "Checkpoints never contain a graph. `Estimator.export_saved_model` "
@@ -56,7 +60,9 @@ def check_fields(config: Any) -> None:
     for name, (default, fix) in _WITHOUT_MEANING.items():
         check_unsupported(name, getattr(config, name), fix, default)
     for name in ("train_distribute", "eval_distribute"):
-        _check_strategy(name, getattr(config, name))
+        fix = "Pass, for example, `ks.MirroredStrategy()`."
+        strategy, what = getattr(config, name), "a strategy of keras_strategies"
+        check_type(f"`{name}`", strategy, Strategy | None, what, fix)
 
 
 def check_unsupported(
@@ -64,11 +70,10 @@ def check_unsupported(
     value: object,
     fix: str,
     default: object = None,
-    error: type[Exception] = ValueError,
 ) -> None:
     """Raises an error unless an argument of TensorFlow has its default."""
     if value is not default:
-        raise error(
+        raise ValueError(
             f"`{name}` is not supported on JAX. Received: {name}="
             f"{shorten(value)}. Omit it. {fix}"
         )
@@ -107,20 +112,4 @@ def _check_model_dir(directory: object) -> None:
         raise ValueError(
             "model_dir should be non-empty. Received: ''. Pass a path, or "
             "None for a temporary directory."
-        )
-
-
-def _check_strategy(name: str, strategy: object) -> None:
-    if strategy is None:
-        return
-    if not isinstance(strategy, Strategy):
-        kind = type(strategy)
-        received = f"an object of type {kind.__module__}.{kind.__name__}"
-        fix = "Use, for example, `ks.MirroredStrategy()`."
-        if isinstance(strategy, type) and issubclass(strategy, Strategy):
-            received = f"the class {strategy.__name__}"
-            fix = f"Pass an instance of it: `{strategy.__name__}()`."
-        raise TypeError(
-            f"`{name}` must be a strategy of keras_strategies. Received: "
-            f"{received}. {fix}"
         )

@@ -59,9 +59,9 @@ class RunConfig:
     reads the environment variable TF_CONFIG once, and sets the attributes such
     as `cluster_spec` and `task_type` from it.
 
-    Differs from tf: `session_config`, `device_fn`, `protocol` and
-    `checkpoint_save_graph_def=False` are not supported on JAX, and raise an
-    error (docs/parity.md).
+    Differs from tf: `session_config`, `device_fn`, `protocol`,
+    `experimental_distribute` and `checkpoint_save_graph_def=False` are not
+    supported on JAX, and raise an error (docs/parity.md).
 
     Args:
       model_dir: Directory for checkpoints and event files. None to use
@@ -89,8 +89,7 @@ class RunConfig:
       protocol: Must be None.
       eval_distribute: The `ks` strategy for evaluation and prediction; None to
         use one device.
-      experimental_distribute: An object with `train_distribute` and
-        `eval_distribute`, used instead of these two arguments.
+      experimental_distribute: Must be None.
       experimental_max_worker_delay_secs: An integer or None. It has no effect,
         because workers start without a delay.
       session_creation_timeout_secs: Number of seconds that an evaluator waits
@@ -102,17 +101,10 @@ class RunConfig:
         evaluator, which is not part of the training cluster.
       task_type: This process's task: "chief", "worker", "ps" or "evaluator".
       task_id: The index of this process among the processes of its type.
-      master: This process's address, "grpc://host:port"; "" for a single
-        process and for an evaluator.
-      evaluation_master: TF_CONFIG's "eval_session_master"; "" if unset.
       is_chief: Whether this process is the training cluster's chief.
       num_ps_replicas: The number of parameter servers in the cluster.
       num_worker_replicas: The number of training processes, including the
         chief; 0 for an evaluator.
-      global_id_in_cluster: This process's index in the training cluster, in the
-        order chief, workers, parameter servers; None for an evaluator.
-      service: TF_CONFIG's "service", which the platform that runs the job may
-        set, or None.
 
     Raises:
       ValueError: if both `save_checkpoints_steps` and `save_checkpoints_secs`
@@ -138,27 +130,22 @@ class RunConfig:
     device_fn: None = None
     protocol: None = None
     eval_distribute: Any = None
-    experimental_distribute: Any = None
+    experimental_distribute: None = None
     experimental_max_worker_delay_secs: int | None = None
     session_creation_timeout_secs: float | None = 7200
     checkpoint_save_graph_def: bool = True
     cluster_spec: ClusterSpec = _from_cluster()
     task_type: str = _from_cluster()
     task_id: int = _from_cluster()
-    master: str = _from_cluster()
-    evaluation_master: str = _from_cluster()
     is_chief: bool = _from_cluster()
     num_ps_replicas: int = _from_cluster()
     num_worker_replicas: int = _from_cluster()
-    global_id_in_cluster: int | None = _from_cluster()
-    service: dict[str, Any] | None = _from_cluster()
 
     def __post_init__(self) -> None:
         steps, secs = _choose_save_rule(
             self.save_checkpoints_steps, self.save_checkpoints_secs
         )
         self._set(save_checkpoints_steps=steps, save_checkpoints_secs=secs)
-        self._take_experimental()
         cluster = parse_cluster(
             os.environ.get(VARIABLE, ""),
             needs_chief=self.train_distribute is None,
@@ -205,48 +192,12 @@ class RunConfig:
         changes = _switch_save_rule(changes)
         config = copy.copy(self)
         config._set(**changes)
-        if "experimental_distribute" in changes:
-            # The current strategies may come from the previous
-            # `experimental_distribute`, so they are cleared first.
-            replaced = {"train_distribute", "eval_distribute"} - {*changes}
-            config._set(**dict.fromkeys(replaced))
-            config._take_experimental()
         check_fields(config)
         return config
 
     def _set(self, **values: object) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
-
-    def _take_experimental(self) -> None:
-        """Sets the strategies from `experimental_distribute`, if given."""
-        source = self.experimental_distribute
-        if source is None:
-            return
-        for name in ("train_distribute", "eval_distribute"):
-            if not hasattr(source, name):
-                raise TypeError(
-                    "`experimental_distribute` must have the attributes "
-                    "`train_distribute` and `eval_distribute`. Received: an "
-                    f"object of type {type(source).__name__}. Pass the two "
-                    "strategies as arguments of `RunConfig` instead."
-                )
-            strategy = getattr(source, name)
-            if strategy is None:
-                continue
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"Either `{name}` or `experimental_distribute.{name}` can "
-                    f"be set, but not both. Omit one of the two."
-                )
-            self._set(**{name: strategy})
-        if getattr(source, "remote_cluster", None):
-            raise ValueError(
-                "`remote_cluster` is not supported. Received: "
-                "`experimental_distribute.remote_cluster`. Start the script "
-                "once for each process, and set TF_CONFIG in each of them (see "
-                "docs/clusters.md)."
-            )
 
 
 _FIELDS = tuple(

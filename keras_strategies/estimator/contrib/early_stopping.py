@@ -1,7 +1,6 @@
 """Hooks that stop training early, based on the results of evaluations."""
 
 import logging
-import numbers
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +21,6 @@ from keras_strategies.estimator.estimator_spec import ModeKeys
 from keras_strategies.estimator.seam import (
     check_number,
     check_type,
-    shorten,
 )
 
 _logger = logging.getLogger(__name__)
@@ -69,11 +67,6 @@ def make_early_stopping_hook(
       ```
     """
     check_kind("estimator", estimator, Estimator)
-    if not callable(should_stop_fn):
-        raise TypeError(
-            "`should_stop_fn` must be callable. Received: "
-            f"{shorten(should_stop_fn)}. Pass a function without arguments."
-        )
     if (run_every_secs is None) == (run_every_steps is None):
         raise ValueError(
             "Exactly one of `run_every_secs` and `run_every_steps` must be "
@@ -244,18 +237,6 @@ def iter_values(
         yield step, metrics[name]
 
 
-def is_beyond(values: Values, threshold: float, is_better: _Comparison) -> bool:
-    """Returns whether any of the values is better than a threshold.
-
-    Args:
-      values: The steps and values that `iter_values` yields.
-      threshold: The threshold.
-      is_better: Function of a value and the threshold that returns whether the
-        value is better.
-    """
-    return any(is_better(value, threshold) for _, value in values)
-
-
 def has_stalled(values: Values, max_steps: int, is_better: _Comparison) -> bool:
     """Returns whether the values have not improved for a number of steps.
 
@@ -340,14 +321,13 @@ def _make_hook(
 
 
 def _make_threshold_rule(
-    threshold: object, is_better: _Comparison
+    threshold: float, is_better: _Comparison
 ) -> Callable[[Values], bool]:
-    if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
-        raise TypeError(
-            "`threshold` must be a number. Received: "
-            f"{shorten(threshold)}. Pass, for example, 0.95."
-        )
-    return lambda values: is_beyond(values, float(threshold), is_better)
+    fix = "Pass, for example, 0.95."
+    check_number(
+        "`threshold`", threshold, fix, is_whole=False, is_optional=False
+    )
+    return lambda values: any(is_better(v, threshold) for _, v in values)
 
 
 def _make_stall_rule(

@@ -5,7 +5,6 @@ import pathlib
 import shutil
 import tempfile
 import weakref
-import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +20,6 @@ from keras_strategies.estimator.seam import (
     shorten,
 )
 
-_FORMATS = ("saver", "checkpoint")
 _SUFFIX = ".keras"
 
 
@@ -32,7 +30,7 @@ def model_to_estimator(
     model_dir: str | os.PathLike[str] | None = None,
     config: RunConfig | None = None,
     checkpoint_format: str = "saver",
-    metric_names_map: Mapping[str, str] | None = None,
+    metric_names_map: None = None,
     export_outputs: None = None,
 ) -> Estimator:
     """Creates an Estimator from a compiled Keras model, as in TensorFlow.
@@ -50,9 +48,8 @@ def model_to_estimator(
         name, if they are not registered with Keras.
       model_dir: See `Estimator`.
       config: See `Estimator`.
-      checkpoint_format: "saver" or "checkpoint"; has no effect.
-      metric_names_map: A dict from names of evaluation results to the names
-        to use instead.
+      checkpoint_format: Has no effect.
+      metric_names_map: Must be None.
       export_outputs: Must be None.
 
     Returns:
@@ -77,7 +74,10 @@ def model_to_estimator(
             f"keras_model_path={shorten(keras_model_path)}. Pass one of the "
             "two."
         )
-    _check_options(checkpoint_format, export_outputs, metric_names_map)
+    fix = "An exported model returns the outputs of the Keras model."
+    check_unsupported("export_outputs", export_outputs, fix)
+    fix = "Name the metrics when you compile the model."
+    check_unsupported("metric_names_map", metric_names_map, fix)
     directory = tempfile.mkdtemp(prefix="keras-strategies-model-")
     path = os.path.join(directory, "model.keras")
     try:
@@ -92,25 +92,8 @@ def model_to_estimator(
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    estimator._result_names = dict(metric_names_map or {})
     weakref.finalize(estimator, shutil.rmtree, directory, ignore_errors=True)
     return estimator
-
-
-def _check_options(
-    checkpoint_format: object, export_outputs: object, metric_names_map: object
-) -> None:
-    if checkpoint_format not in _FORMATS:
-        raise ValueError(
-            f"`checkpoint_format` must be one of {_FORMATS}. Received: "
-            f"{shorten(checkpoint_format)}. Omit it, because it has no effect."
-        )
-    fix = "An exported model returns the outputs of the Keras model."
-    check_unsupported("export_outputs", export_outputs, fix)
-    what = "a dict from names of results to new names"
-    fix = "Pass a dict such as {'acc': 'accuracy'}."
-    name, names = "`metric_names_map`", metric_names_map
-    check_type(name, names, Mapping | None, what, fix)
 
 
 def _save(model: keras.Model, path: str) -> None:
@@ -150,13 +133,6 @@ def _copy(source: Any, path: str) -> None:
             "because they may run code when they are loaded."
         )
     shutil.copyfile(source, path)
-    if not zipfile.is_zipfile(path):
-        raise ValueError(
-            "`keras_model_path` must be a `.keras` file. Received: "
-            f"{os.fspath(source)!r}, which has another format or is "
-            "incomplete. Save the model again with "
-            "`model.save('model.keras')`."
-        )
 
 
 def _make_model_fn(

@@ -42,6 +42,11 @@ sys.stdin.read()
 """
 
 
+def _holds(directory, number):
+    """Whether the process with this number holds a directory's lock."""
+    return (find_writer(directory) or "").startswith(f"process {number} on ")
+
+
 @contextlib.contextmanager
 def running(code, directory, says):
     """A process, from when it has said that."""
@@ -77,13 +82,13 @@ def test_second_process_is_told_who_writes(tmp_path, other):
     assert str(tmp_path) in text
     assert "another directory" in text
     assert not lock.is_held
-    assert find_writer(tmp_path).process_id == other.pid
+    assert _holds(tmp_path, other.pid)
 
 
 def test_killed_writer_frees_the_directory(tmp_path, other):
     other.send_signal(signal.SIGKILL)
     with DirectoryLock(tmp_path):
-        assert find_writer(tmp_path).process_id == os.getpid()
+        assert _holds(tmp_path, os.getpid())
 
 
 def test_a_deleted_file_lets_nobody_else_write(tmp_path, other):
@@ -101,7 +106,7 @@ def test_a_deleted_file_is_written_again(tmp_path):
         number = (tmp_path / LOCK).stat().st_ino
         lock.renew()
         assert (tmp_path / LOCK).stat().st_ino == number
-        assert find_writer(tmp_path).process_id == os.getpid()
+        assert _holds(tmp_path, os.getpid())
     assert find_writer(tmp_path) is None
 
 
@@ -132,7 +137,7 @@ def test_where_directories_cannot_be_locked_a_taken_file_is_found(
                 ):
                     first.renew()
         first.renew()
-        assert find_writer(tmp_path).process_id == os.getpid()
+        assert _holds(tmp_path, os.getpid())
 
 
 def test_a_file_deleted_while_it_is_locked_is_made_again(tmp_path, monkeypatch):
@@ -155,7 +160,7 @@ def test_a_hard_link_is_refused_and_its_file_left_whole(tmp_path):
     directory = tmp_path / "checkpoints"
     directory.mkdir()
     os.link(tmp_path / "notes", directory / LOCK)
-    with pytest.raises(OSError, match="a regular file with one name.*2 names"):
+    with pytest.raises(OSError, match="a regular file with one name"):
         DirectoryLock(directory).acquire(timeout_seconds=0)
     assert find_writer(directory) is None
     assert (tmp_path / "notes").read_text() == text
@@ -165,7 +170,7 @@ def test_second_object_of_a_process_is_refused(tmp_path):
     with DirectoryLock(tmp_path):
         with pytest.raises(RuntimeError, match="Use the manager"):
             DirectoryLock(tmp_path).acquire(timeout_seconds=0)
-        assert find_writer(tmp_path).process_id == os.getpid()
+        assert _holds(tmp_path, os.getpid())
 
 
 def test_an_object_that_holds_it_keeps_it_when_it_is_refused_again(tmp_path):
@@ -210,9 +215,8 @@ def test_lock_waits_for_one_that_ends(tmp_path, other):
     [
         b"",
         b"\xff\xfe",
-        b"[]",
-        b'{"host": 1, "pid": "a", "since": "b"}',
-        b'{"host": "h\\n", "pid": true, "since": 1e300}',
+        b"\x1b[31m\n",
+        # As versions before 0.12 wrote it.
         b'{"host": "h", "pid": 1, "since": 1e12}',
         b"[" * 4000,
     ],
@@ -220,8 +224,10 @@ def test_lock_waits_for_one_that_ends(tmp_path, other):
 def test_odd_content_still_tells_that_somebody_writes(tmp_path, content):
     with DirectoryLock(tmp_path):
         (tmp_path / LOCK).write_bytes(content)
-        with pytest.raises(RuntimeError, match="locked by .*process"):
+        with pytest.raises(RuntimeError, match="which is locked by ") as caught:
             DirectoryLock(tmp_path).acquire(timeout_seconds=0)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 1500
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
@@ -257,4 +263,4 @@ def test_without_locks_it_goes_on_with_a_warning(tmp_path, caplog):
         with DirectoryLock(tmp_path) as lock:
             assert lock.is_held
             assert find_writer(tmp_path) is None
-    assert "cannot be locked: Operation not supported" in caplog.text
+    assert "cannot be locked, because its file system" in caplog.text

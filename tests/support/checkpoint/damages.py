@@ -268,7 +268,7 @@ DAMAGES = (
         MANIFEST,
     ),
     Damage("pipe", _replace_by_pipe, "state/ocdbt.process_0/d/"),
-    Damage("step that is a file", _replace_step_by_file, "file"),
+    Damage("step that is a file", _replace_step_by_file, "not a directory"),
     Damage(
         "directory in place of a file",
         _replace_file_by_directory,
@@ -283,7 +283,7 @@ DAMAGES = (
         lambda path: (path / MANIFEST).unlink(),
         f"{MANIFEST}: it is missing",
     ),
-    Damage("empty manifest", _write(MANIFEST, b""), f"{MANIFEST}: it is empty"),
+    Damage("empty manifest", _write(MANIFEST, b""), f"{MANIFEST}: it is not"),
     Damage("manifest that is no JSON", _write(MANIFEST, b"{"), MANIFEST),
     Damage("manifest of NaN", _write(MANIFEST, b'{"version": NaN}'), MANIFEST),
     Damage(
