@@ -110,7 +110,7 @@ LOGIC_LINES = {
     "migrate": 1499,
     "names": 309,
     "passes": 5288,
-    "planning": 2712,
+    "planning": 2699,
     "reporting": 972,
     "run": 730,
     "spmd": 1711,

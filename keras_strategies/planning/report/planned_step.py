@@ -1,7 +1,7 @@
 """`PlannedStep`: the memory and time of a step on devices, in a layout."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 BYTES_PER_GB = 1e9
@@ -193,13 +193,3 @@ def format_gb(size: float) -> str:
     gigabytes = size / BYTES_PER_GB
     digits = 2 if gigabytes < 10 else 1
     return f"{gigabytes:.{digits}f}"
-
-
-def find_fastest(steps: Iterable[PlannedStep]) -> PlannedStep | None:
-    """Returns the step that fits and has the most rows/s per device.
-
-    Returns None if no step fits, or if no step has an estimated time.
-    """
-    fit = [(s.rows_per_second, s) for s in steps if s.fits]
-    rates = [(rate / s.num_devices, s) for rate, s in fit if rate]
-    return max(rates, key=lambda pair: pair[0], default=(0.0, None))[1]

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from keras_strategies.planning.report.planned_step import (
     PlannedStep,
-    find_fastest,
     format_gb,
 )
 
@@ -47,7 +46,9 @@ class Plan:
     @property
     def fastest(self) -> PlannedStep | None:
         """The step that fits and has the most rows/s per device, or None."""
-        return find_fastest(self.steps)
+        fit = [(s.rows_per_second, s) for s in self.steps if s.fits]
+        rates = [(rate / s.num_devices, s) for rate, s in fit if rate]
+        return max(rates, key=lambda pair: pair[0], default=(0.0, None))[1]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as a dict that `json.dumps` accepts."""
