@@ -113,11 +113,6 @@ _DOCTOR_OPTIONS: tuple[Option, ...] = (
         FLAG,
     ),
     (
-        "--json",
-        "print the report as JSON; in a cluster, only the chief prints it",
-        FLAG | {"dest": "as_json"},
-    ),
-    (
         "--timeout",
         "the time to wait for the other processes; default: 30",
         {

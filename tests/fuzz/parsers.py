@@ -26,7 +26,6 @@ from keras_strategies.checkpoint.storage import Storage
 from keras_strategies.cli.checkpoints.checkpoint_list import look_at
 from keras_strategies.cli.checkpoints.checkpoints import print_listing
 from keras_strategies.cli.doctor import run_probe
-from keras_strategies.cli.doctor.installed import split_flags
 from keras_strategies.cluster.addresses import check_address
 from keras_strategies.cluster.checks import TIMEOUT, read_timeout
 from keras_strategies.cluster.exchange import (
@@ -678,7 +677,6 @@ PARSERS: dict[str, Parser] = {
         of(lambda text: read_timeout({TIMEOUT: text})),
         errors=(ValueError,),
     ),
-    "XLA_FLAGS": Parser(["--xla_a=1 --xla_b='x y'"], of(split_flags)),
     "doctor's child": Parser(
         ['{"stage": "jax", "begins": true}\n{"stage": "jax"}\n'],
         of(run_probe._parse_answers),

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from keras_strategies.cli.doctor.findings import Level
-from keras_strategies.cli.doctor.installed import check_tls
+from keras_strategies.cli.doctor.installed import check_variables
 from keras_strategies.cluster.spec import TaskInfo
 from keras_strategies.job.mutual_tls import (
     CA,
@@ -101,25 +101,16 @@ def test_the_recipe_keeps_no_key_of_a_ca_if_openssl_fails(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("version", "changed", "row", "said"),
+    ("version", "changed", "expected"),
     [
-        ("0.11.2", {}, "on", None),
-        ("0.10.2", {}, "faulty", "0.11.2 or newer"),
-        ("0.12.0.1", {KEY: "/none"}, "faulty", "Received: '/none'"),
+        ("0.11.2", {}, None),
+        ("0.10.2", {}, "0.11.2 or newer"),
+        ("0.12.0.1", {KEY: "/none"}, "Received: '/none'"),
     ],
 )
-def test_doctor_has_a_row(good, version, changed, row, said):
-    for info in (TASK, None):
-        rows, findings = check_tls(
-            good | changed, info, get_version={"jax": version}.get
-        )
-        assert dict(rows)["mutual TLS"] == row
-        assert [f.level for f in findings] == [Level.PROBLEM] * bool(said)
-        if said:
-            assert said in findings[0].text
-            assert findings[0].fix
-
-
-def test_doctor_says_that_a_job_is_open():
-    assert check_tls({}, TASK) == ([("mutual TLS", "off")], [])
-    assert check_tls({}, None) == ([], [])
+def test_doctor_checks_the_files(good, version, changed, expected):
+    part = check_variables(good | changed, {"jax": version}.get)
+    assert dict(part.rows).get("mutual TLS") == (None if expected else "on")
+    texts = [f.text for f in part.findings if f.level is Level.PROBLEM]
+    assert len(texts) == bool(expected)
+    assert expected is None or expected in texts[0]

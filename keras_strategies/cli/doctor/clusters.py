@@ -1,7 +1,6 @@
 """Finds the cluster that environment variables describe, and checks it."""
 
 import dataclasses
-import errno
 import ipaddress
 import socket
 from collections.abc import Iterator, Mapping
@@ -15,15 +14,34 @@ from keras_strategies.cli.doctor.findings import (
     problem,
     warning,
 )
-from keras_strategies.cluster.exchange.rendezvous import split_address
+from keras_strategies.cluster.exchange.rendezvous import (
+    listen,
+    split_address,
+)
 from keras_strategies.cluster.resolvers.launchers import LAUNCHERS, Launcher
 from keras_strategies.cluster.spec import TaskInfo
 from keras_strategies.cluster.tasks import task_info
-from keras_strategies.watchdog.launcher_pipe import LAUNCHER_FD
 
 _CONNECT_S = 2.0
 _BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 _DOCUMENT = "docs/clusters.md"
+_LISTENING = (
+    "End the process that uses this port if it is not needed. The address must "
+    "belong to the machine that runs process 0, and its port must be at least "
+    "1024."
+)
+_NO_STEP = (
+    warning(
+        "This process runs in a SLURM job but not in one of its steps, so it "
+        "runs alone.",
+        "Start the script with `srun`.",
+    ),
+)
+_CONNECTING = (
+    "Start process 0, which listens as soon as it creates its strategy. Check "
+    "that the address is correct, and look for a firewall or network policy "
+    "between the machines."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,16 +101,13 @@ def check_clusters(environ: Mapping[str, str]) -> tuple[Part, Cluster | None]:
     clusters = find_clusters(environ)
     if not clusters:
         alone = ("variables", "none of a cluster, so this process runs alone")
-        findings = tuple(_check_incomplete(environ))
-        return Part(title="Cluster", rows=(alone,), findings=findings), None
+        no_step = _NO_STEP if environ.get("SLURM_JOB_ID") else ()
+        return Part(title="Cluster", rows=(alone,), findings=no_step), None
     chosen = clusters[0]
     names = filter(environ.get, chosen.launcher.variables.split())
-    setter = chosen.launcher.setter or chosen.name
-    if environ.get(LAUNCHER_FD):
-        setter = "keras-strategies launch"
     rows = (
         ("variables", ", ".join(names)),
-        ("set by", setter),
+        ("set by", chosen.launcher.setter or chosen.name),
         ("use", chosen.launcher.use),
         *_make_rows(chosen.info),
     )
@@ -100,96 +115,52 @@ def check_clusters(environ: Mapping[str, str]) -> tuple[Part, Cluster | None]:
     return Part(title="Cluster", rows=rows, findings=findings), chosen
 
 
-def check_address(
-    info: TaskInfo, environ: Mapping[str, str]
-) -> Iterator[Finding]:
+def check_address(environ: Mapping[str, str], info: TaskInfo) -> Part | None:
     """Checks whether processes can connect to the coordinator's address.
 
     Process 0 tries to listen at the address, and closes the socket again. Other
-    processes resolve the host name and connect to process 0.
+    processes connect to process 0.
 
     Args:
-      info: This process's task.
       environ: The environment variables. If JAX_COORDINATOR_BIND_ADDRESS is
         set, process 0 listens at that address instead.
+      info: This process's task.
+
+    Returns:
+      A part of the report; None if the process connects to no other.
     """
     address = info.coordinator_address
     if address is None or info.num_processes == 1 or info.process_id is None:
-        return
-    if info.process_id == 0:
+        return None
+    does, fix = "connect to the coordinator at", _CONNECTING
+    is_host = info.process_id == 0
+    if is_host:
+        does, fix = "listen at", _LISTENING
         address = environ.get(_BIND_ADDRESS) or address
-    host, port = split_address(address)
+    place = split_address(address)
+    ip = None
     try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        socket.getaddrinfo(*place)  # `listen` would leak a socket.
+        if is_host:
+            with listen(*place, backlog=1) as server:
+                ip = server.getsockname()[0]
+        else:
+            socket.create_connection(place, timeout=_CONNECT_S).close()
     except (OSError, UnicodeError) as error:
-        yield problem(
-            f"The name of the coordinator, {host!r}, cannot be resolved here: "
-            f"{getattr(error, 'strerror', None) or error}.",
-            "Use a name that all machines can resolve, or an IP address.",
-        )
-        return
-    family, kind, _, _, place = places[0]
-    is_host = not info.process_id
-    with socket.socket(family, kind) as connection:
-        connection.settimeout(_CONNECT_S)
-        try:
-            if is_host:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                connection.bind(place)
-                connection.listen()
-            else:
-                connection.connect(place)
-        except OSError as error:
-            explain = _explain_listening if is_host else _explain_connecting
-            yield explain(error, address)
-            return
-    yield good(
-        f"Process 0 can listen at {address}."
-        if is_host
-        else f"The coordinator at {address} can be reached."
-    )
+        reason = getattr(error, "strerror", None) or error
+        found = problem(f"This process cannot {does} {address}: {reason}.", fix)
+        return Part(title="Address", findings=(found,))
+    findings = [good(f"This process can {does} {address}.")]
     others = {a.rpartition(":")[0] for a in info.addresses if a}
-    ip = str(place[0])
-    if is_host and len(others) > 1 and _is_loopback(ip):
-        yield problem(
-            f"{address} is a loopback address ({ip}), so processes on other "
-            "machines cannot reach it.",
-            "Correct this machine's /etc/hosts, or use its IP address.",
+    if ip and len(others) > 1 and ipaddress.ip_address(ip).is_loopback:
+        findings.append(
+            problem(
+                f"{address} is a loopback address ({ip}), so processes on "
+                "other machines cannot reach it.",
+                "Correct this machine's /etc/hosts, or use its IP address.",
+            )
         )
-
-
-def _explain_listening(error: OSError, address: str) -> Finding:
-    if error.errno == errno.EADDRINUSE:
-        return problem(
-            f"Another process listens at the coordinator's address, {address}.",
-            "End that process if it is not needed, or use another port for "
-            "process 0.",
-        )
-    return problem(
-        f"Process 0 cannot listen at {address}: {error.strerror or error}.",
-        "The coordinator's address must belong to the machine that runs "
-        "process 0, and its port must be at least 1024. Correct the cluster.",
-    )
-
-
-def _explain_connecting(error: OSError, address: str) -> Finding:
-    if isinstance(error, ConnectionRefusedError):
-        return warning(
-            "The machine of the coordinator answers, but no process listens at "
-            f"{address}.",
-            "Start process 0, which listens as soon as it creates its "
-            "strategy.",
-        )
-    return problem(
-        f"The coordinator at {address} cannot be reached within "
-        f"{_CONNECT_S:.0f} s: {error.strerror or 'no answer'}.",
-        "Check that the address is correct, and look for a firewall or network "
-        "policy between the machines.",
-    )
-
-
-def _is_loopback(ip: str) -> bool:
-    return ipaddress.ip_address(ip.split("%")[0]).is_loopback
+    return Part(title="Address", findings=tuple(findings))
 
 
 def _make_rows(info: TaskInfo | None) -> Iterator[Row]:
@@ -228,14 +199,4 @@ def _check_several(clusters: list[Cluster]) -> Iterator[Finding]:
             f"The variables of {names} are all set.",
             f"The variables of {clusters[0].name} are used. Unset the others, "
             f"or pass the intended resolver to the strategy ({_DOCUMENT}).",
-        )
-
-
-def _check_incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields a finding if a SLURM job gives this process no number."""
-    if environ.get("SLURM_JOB_ID"):
-        yield warning(
-            "This process runs in a SLURM job but not in one of its steps, so "
-            "it runs alone.",
-            "Start the script with `srun`.",
         )

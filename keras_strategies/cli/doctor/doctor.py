@@ -4,9 +4,6 @@ This process imports neither jax nor keras. Checks that need these packages run
 in child processes, so that a report is printed even if they crash or hang.
 """
 
-import dataclasses
-import datetime
-import json
 import os
 import socket
 from collections.abc import Mapping
@@ -31,13 +28,9 @@ from keras_strategies.cli.doctor.findings import (
 from keras_strategies.cli.doctor.gpus import check_gpus
 from keras_strategies.cli.doctor.installed import (
     check_packages,
-    check_tls,
     check_variables,
 )
-from keras_strategies.cli.doctor.run_probe import (
-    check_devices,
-    check_job,
-)
+from keras_strategies.cli.doctor.run_probe import check_jax
 from keras_strategies.cli.doctor.tpus import check_tpus
 
 _MARKS = {
@@ -49,27 +42,21 @@ _MARKS = {
 _WIDEST = 100
 
 
-def doctor(
-    *, quick: bool = False, as_json: bool = False, timeout_s: float = 30.0
-) -> int:
+def doctor(*, quick: bool = False, timeout_s: float = 30.0) -> int:
     """Checks this machine and its cluster, and prints a report.
 
     In a cluster, the call is collective unless `quick` is true.
 
     Args:
       quick: Whether to skip the checks that start JAX.
-      as_json: Whether to print JSON instead of text.
       timeout_s: The time to wait for the other processes, in seconds.
 
     Returns:
       The exit status: 0, or 1 if a check found a problem.
     """
     report = examine(os.environ, quick=quick, timeout_s=timeout_s)
-    if as_json and report.is_chief:
-        print(json.dumps(report.as_dict(), indent=1))
-    elif not as_json:
-        print_report(report)
-    return 1 if report.has_problems else 0
+    print_report(report)
+    return int(any(f.level is Level.PROBLEM for f in report.problems))
 
 
 def examine(
@@ -84,31 +71,25 @@ def examine(
     """
     cluster_part, cluster = check_clusters(environ)
     info = None if cluster is None else cluster.info
-    tls_rows, findings = check_tls(environ, info)
-    if quick and info is not None:
-        # Otherwise a job is started below, which finds such problems.
-        findings += check_address(info, environ)
-    chip_parts = [check_gpus(environ, info), check_tpus(environ)]
+    # Otherwise a job is started, which finds such problems.
+    address_part = check_address(environ, info) if quick and info else None
+    chip_parts = [check_gpus(environ, info), check_tpus()]
     jax_parts = [] if quick else _check_jax(environ, cluster, timeout_s)
-    number, count = (info.process_id, info.num_processes) if info else (0, 1)
-    process = f"process {number} of {count}" * (count > 1)
-    process *= number is not None
+    name = socket.gethostname()
+    if info and info.num_processes > 1 and info.process_id is not None:
+        name = f"process {info.process_id} of {info.num_processes}"
+    parts = (
+        check_packages(),
+        check_variables(environ),
+        cluster_part,
+        address_part,
+        *chip_parts,
+        *jax_parts,
+    )
     return Report(
-        host=socket.gethostname(),
-        when=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        process=process,
-        is_chief=not number,
-        parts=(
-            check_packages(),
-            check_variables(environ, _num_cores()),
-            dataclasses.replace(
-                cluster_part,
-                rows=(*cluster_part.rows, *tls_rows),
-                findings=(*cluster_part.findings, *findings),
-            ),
-            *filter(None, chip_parts),
-            *jax_parts,
-        ),
+        name=name,
+        is_chief=not (info and info.process_id),
+        parts=tuple(filter(None, parts)),
     )
 
 
@@ -136,21 +117,13 @@ def _check_jax(
     environ: Mapping[str, str], cluster: Cluster | None, timeout_s: float
 ) -> list[Part]:
     """Runs the checks that start JAX."""
+    part, has_devices = check_jax("Devices", None, environ, timeout_s)
     # A cluster that has neither `info` nor `error` is checked as a job, because
     # JAX itself reads the variables.
-    if cluster and (cluster.error or (cluster.info and not cluster.address)):
-        cluster = None
-    part, has_devices = check_devices(environ, is_alone=cluster is None)
-    if cluster is None or not has_devices:
+    is_alone = cluster is None or cluster.error
+    if is_alone or (cluster.info and not cluster.address) or not has_devices:
         return [part]
-    return [part, check_job(cluster, environ, timeout_s)]
-
-
-def _num_cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS lacks this function.
-        return os.cpu_count() or 1
+    return [part, check_jax("Job", cluster, environ, timeout_s)[0]]
 
 
 def _format_part(part: Part, harmless: list[Finding]) -> Group:
@@ -167,9 +140,9 @@ def _format_part(part: Part, harmless: list[Finding]) -> Group:
 
 def _format_result(report: Report) -> Group:
     """Formats the problems, followed by a line with the result."""
-    where, problems = report.process or report.host, report.problems
+    problems = report.problems
     style = "green" if not problems else _MARKS[problems[0].level][1]
-    result = Text(f"{where}: {report.summary}", style=style)
+    result = Text(f"{report.name}: {report.summary}", style=style)
     return Group(*map(_format_finding, problems), result)
 
 

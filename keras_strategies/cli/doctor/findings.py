@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import enum
 import functools
-from typing import Any
 
 from keras_strategies.cluster.untrusted import escape_controls
 
@@ -80,29 +79,20 @@ class Report:
     """The results of all checks.
 
     Attributes:
-      host: The machine's name.
-      when: The local time of the report, as text.
-      process: "process 0 of 2", or empty outside of a cluster.
+      name: "process 0 of 2"; outside of a cluster, the machine's name.
       is_chief: Whether this process prints the complete report.
       parts: The sections of the report, one for each subject.
     """
 
-    host: str
-    when: str
-    process: str = ""
+    name: str
     is_chief: bool = True
     parts: tuple[Part, ...]
 
     @property
-    def findings(self) -> list[Finding]:
-        """The findings of all parts, most severe first."""
-        findings = [f for part in self.parts for f in part.findings]
-        return sorted(findings, key=lambda found: [*Level].index(found.level))
-
-    @property
     def problems(self) -> list[Finding]:
         """The findings that require a change, most severe first."""
-        return [f for f in self.findings if f.level in PROBLEMS]
+        findings = [f for part in self.parts for f in part.findings]
+        return [f for level in PROBLEMS for f in findings if f.level is level]
 
     @property
     def summary(self) -> str:
@@ -110,17 +100,6 @@ class Report:
         levels = collections.Counter(finding.level for finding in self.problems)
         counts = [f"{n} {level}{'s' * (n > 1)}" for level, n in levels.items()]
         return ", ".join(counts) or "nothing to change"
-
-    @property
-    def has_problems(self) -> bool:
-        """Whether a finding prevents programs from running."""
-        return any(f.level is Level.PROBLEM for f in self.findings)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the report as a dict that can be written as JSON."""
-        found = dataclasses.asdict(self) | {"summary": self.summary}
-        del found["is_chief"]
-        return found
 
 
 def _escape(text: str) -> str:

@@ -5,7 +5,6 @@ stage "devices" of `probe` starts JAX's devices.
 """
 
 import re
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from keras_strategies.cli.doctor.findings import (
     Part,
     Row,
     make_problem,
-    note,
     problem,
     warning,
 )
@@ -25,16 +23,8 @@ from keras_strategies.names import versions
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _NUMBER = re.compile(r"\b([0-9]{3,4}(?:\.[0-9]{1,4}){1,2})\b", re.ASCII)
-_SMI = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-_SMI_S = 10.0
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 _NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
-_EVALUATOR = note(
-    "An evaluator takes memory of all visible GPUs when it starts, also of "
-    "those on which others train.",
-    "Set CUDA_VISIBLE_DEVICES to a GPU of its own, or JAX_PLATFORMS=cpu, in "
-    "the evaluator.",
-)
 
 
 def check_gpus(
@@ -90,8 +80,6 @@ def check_gpus(
         else:
             shown = ", ".join(map(str, gpus or ())) or "all visible GPUs"
             rows.append(("GPUs of this process", shown))
-            if not gpus and info.process_id is None:
-                findings.append(_EVALUATOR)
     return Part(title="GPUs", rows=tuple(rows), findings=tuple(findings))
 
 
@@ -99,18 +87,13 @@ def read_driver_version(driver: Path = _DRIVER) -> str | None:
     """Returns the version of NVIDIA's driver, or None without a driver.
 
     Args:
-      driver: The file in which the driver writes its version. If it does not
-        exist (as in WSL), nvidia-smi is run.
+      driver: The file in which the driver writes its version.
     """
     try:
-        text = driver.read_bytes()
+        text = driver.read_text(errors="replace")
     except OSError:
-        try:
-            ended = subprocess.run(_SMI, capture_output=True, timeout=_SMI_S)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        text = ended.stdout
-    found = _NUMBER.search(text.decode(errors="replace"))
+        return None
+    found = _NUMBER.search(text)
     return found[1] if found else None
 
 

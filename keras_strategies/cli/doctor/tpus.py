@@ -8,16 +8,9 @@ support for TPUs. Linux shows both in `/proc`; the locks of all users.
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from keras_strategies.cli.doctor.findings import (
-    Finding,
-    Part,
-    note,
-    problem,
-    warning,
-)
+from keras_strategies.cli.doctor.findings import Part, problem
 from keras_strategies.cli.doctor.installed import Version
 from keras_strategies.cluster.addresses import join_few
 from keras_strategies.names import versions
@@ -27,23 +20,15 @@ LOCK = Path("/tmp/libtpu_lockfile")
 
 _DEVICE = re.compile(r"accel[0-9]{1,4}|vfio/[0-9]{1,4}", re.ASCII)
 _MAX_NAMES = 8
-# Lets several processes compile with libtpu at the same time.
-_MULTIPLE = "ALLOW_MULTIPLE_LIBTPU_LOAD"
-# With these, the processes of a host take different chips.
-_SHARING = (
-    "TPU_CHIPS_PER_PROCESS_BOUNDS",
-    "TPU_VISIBLE_CHIPS",
-    "TPU_VISIBLE_DEVICES",
-)
-_TENSORFLOW_TPU = note(
-    "tensorflow-tpu is installed, so a script that imports TensorFlow may give "
-    "the TPU to TensorFlow before JAX starts it.",
-    "To train with JAX, install tensorflow-cpu instead.",
+_FIX = (
+    "Wait until it has ended, or end it (`kill {pid}`), unless the processes "
+    "take different chips (TPU_VISIBLE_CHIPS). A TensorFlow with support for "
+    "TPUs takes them when it is imported: start it with TPU_LOAD_LIBRARY=0, or "
+    "install tensorflow-cpu instead."
 )
 
 
 def check_tpus(
-    environ: Mapping[str, str],
     *,
     get_version: Version = versions.installed_version,
     proc: Path = Path("/proc"),
@@ -53,7 +38,6 @@ def check_tpus(
     """Checks whether another process holds this machine's TPUs.
 
     Args:
-      environ: The environment variables.
       get_version: A function that returns the version of a package, or None if
         it is not installed.
       proc: The directory in which Linux describes processes.
@@ -62,7 +46,7 @@ def check_tpus(
 
     Returns:
       A part of the report; None if no library for TPUs is installed, or if the
-      machine has no chip and no process has opened the lock's file.
+      machine has no chip.
     """
     if not (get_version("libtpu") or get_version("tensorflow-tpu")):
         return None
@@ -72,25 +56,28 @@ def check_tpus(
         for path in found
         if _DEVICE.fullmatch(str(path.relative_to(dev)))
     )
-    if not devices and environ.get(_MULTIPLE):
+    if not devices:
         return None
     holders = _find_holders(proc, {*devices, str(lock)}, lock)
-    is_locked_up = lock.exists() and not os.access(lock, os.W_OK)
-    if not devices and not holders and not is_locked_up:
-        return None
-    names = "\n".join([*holders.values()][:_MAX_NAMES])
-    findings = list(_check_holders(holders, environ, has_tpu=bool(devices)))
-    if devices and get_version("tensorflow-tpu"):
-        findings.append(_TENSORFLOW_TPU)
-    if is_locked_up and not holders:
+    shown = [*holders.items()][:_MAX_NAMES]
+    findings = [
+        problem(
+            f"{name} holds the TPU. JAX cannot start the TPU in another "
+            "process.",
+            _FIX.format(pid=pid),
+        )
+        for pid, name in shown
+    ]
+    if not holders and lock.exists() and not os.access(lock, os.W_OK):
         text = f"The file {lock} belongs to another user, so libtpu does not"
         fix = (
             f"If no process uses the TPU (`sudo lsof -w {lock}`), remove it: "
             f"`sudo rm {lock}`."
         )
         findings.append(problem(f"{text} start.", fix))
+    names = "\n".join(name for _, name in shown)
     rows = (
-        ("TPU device files", join_few(devices) or "none"),
+        ("TPU device files", join_few(devices)),
         ("held by", names or "no process that this user can see"),
     )
     return Part(title="TPUs", rows=rows, findings=tuple(findings))
@@ -131,44 +118,7 @@ def _describe(directory: Path) -> str:
 
     The arguments may contain passwords.
     """
-    parts = []
+    name = ""
     with contextlib.suppress(OSError):
-        parts += (
-            (directory / "comm").read_text(errors="replace").split("\n")[:1]
-        )
-        if b"tensorflow" in (directory / "maps").read_bytes():
-            parts.append("with TensorFlow")
-    shown = ", ".join(part[:64] for part in parts if part)
-    return f"Process {directory.name}" + f" ({shown})" * bool(shown)
-
-
-def _check_holders(
-    holders: Mapping[int, str], environ: Mapping[str, str], *, has_tpu: bool
-) -> Iterator[Finding]:
-    for pid, name in [*holders.items()][:_MAX_NAMES]:
-        fix = f"Wait until it has ended, or end it: `kill {pid}`."
-        if "with TensorFlow" in name:
-            fix += (
-                " TensorFlow with support for TPUs takes them when it is "
-                "imported. Start it with TPU_LOAD_LIBRARY=0, or install "
-                "tensorflow-cpu instead."
-            )
-        if not has_tpu:
-            yield warning(
-                f"{name} uses libtpu, so no other process can compile for "
-                "TPUs.",
-                f"{fix} On a machine without TPUs you can also set {_MULTIPLE}"
-                "=1.",
-            )
-        elif any(environ.get(variable) for variable in _SHARING):
-            yield warning(
-                f"{name} holds a TPU. JAX can start only on other chips.",
-                f"Check that {' or '.join(_SHARING)} gives your process other "
-                f"chips. {fix}",
-            )
-        else:
-            yield problem(
-                f"{name} holds the TPU. JAX cannot start the TPU in another "
-                "process.",
-                fix,
-            )
+        name = (directory / "comm").read_text(errors="replace").strip()[:64]
+    return f"Process {directory.name}" + f" ({name})" * bool(name)

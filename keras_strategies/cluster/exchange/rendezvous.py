@@ -119,6 +119,12 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def listen(host: str, port: int, *, backlog: int) -> socket.socket:
+    """Returns a socket that listens at an address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog)
+
+
 @dataclasses.dataclass
 class _Pending:
     """A connection to process 0 whose client has not yet identified itself."""
@@ -162,11 +168,8 @@ class _Host:
             self._end = min(self._end, time.monotonic() + _LINGER_S)
         with contextlib.ExitStack() as stack:
             try:
-                server = socket.create_server(
-                    (host, port),
-                    family=_choose_family(host),
-                    backlog=max(self._count, _MAX_PENDING),
-                )
+                backlog = max(self._count, _MAX_PENDING)
+                server = listen(host, port, backlog=backlog)
             except OSError as error:
                 raise RendezvousError(
                     f"Process 0 cannot listen at {host}:{port}. Its address "
@@ -389,7 +392,3 @@ class _Host:
     def _close(self) -> None:
         for connection in [*self._pending, *self._joined]:
             connection.close()
-
-
-def _choose_family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

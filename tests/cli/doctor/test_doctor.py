@@ -150,26 +150,21 @@ def test_doctor_starts_whatever_is_wrong(environ, expected):
     [
         (
             {"JAX_PLATFORMS": "cuda"},
-            "JAX_PLATFORMS=cuda selects devices that JAX does not find",
+            "was raised before JAX had started its devices",
         ),
         (
             {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false --xla_nonsense=3"},
-            "Unknown flag in XLA_FLAGS: --xla_nonsense=3 XLA aborts the",
+            "Unknown flag in XLA_FLAGS: --xla_nonsense=3",
         ),
     ],
 )
 def test_what_jax_refuses_is_a_finding(environ, expected):
-    done = run("doctor", "--json", **environ)
+    done = run("doctor", **environ)
     assert done.returncode == 1, done.stderr
-    report = json.loads(done.stdout)
-    (found,) = [
-        f
-        for part in report["parts"]
-        for f in part["findings"]
-        if f["level"] == "problem"
-    ]
-    assert expected in f"{found['text']} {found['fix']}"
-    assert report["summary"] == "1 problem"
+    shown = joined(done.stdout)
+    assert expected in shown
+    assert "If JAX_PLATFORMS or XLA_FLAGS is set, correct or unset it" in shown
+    assert shown.endswith(": 1 problem")
 
 
 def test_modules_of_the_current_directory_are_not_imported(
@@ -194,7 +189,7 @@ def test_environment_is_never_shown():
         ),
     }
     report = doctor.examine(secrets, quick=True, timeout_s=1.0)
-    shown = json.dumps(report.as_dict()) + printed(report)
+    shown = repr(report) + printed(report)
     assert "hunter2" not in shown
     assert "127.9.8.7" not in shown
     assert "127.0.0.1:4" in shown
@@ -209,55 +204,41 @@ def test_versions_are_those_of_the_project():
     assert {
         versions.make_requirement(name) for name in versions.MINIMUM
     } == asked
-    python = project["requires-python"].removeprefix(">=")
-    assert versions.format_version(installed.MIN_PYTHON) == python
-    extras = set(project["optional-dependencies"])
-    assert {extra for _, extra, _ in installed._EXTRAS} <= extras
 
 
 @pytest.mark.parametrize(
-    ("changed", "python", "expected"),
+    ("changed", "expected"),
     [
-        ({}, (3, 11), []),
-        ({"keras": "3.14.2"}, (3, 12), ["keras 3.14.2 is older than 3.15"]),
+        ({}, []),
+        ({"keras": "3.14.2"}, ["keras 3.14.2 is older than 3.15"]),
         (
             {"jax": "0.9.9", "keras": "3.20rc1"},
-            (3, 11),
             ["keras 3.20rc1 is newer than", "jax 0.9.9 is older"],
         ),
-        ({"keras": "3.16.0.dev2026102704"}, (3, 11), ["is newer than"]),
-        ({"jax": "0.12.0.1"}, (3, 13), []),
-        ({"jax": "0.13.0"}, (3, 13), ["jax 0.13.0 is newer than the tested"]),
-        ({"jaxlib": None}, (3, 11), ["jaxlib is not installed"]),
+        ({"keras": "3.16.0.dev2026102704"}, ["is newer than"]),
+        ({"jax": "0.12.0.1"}, []),
+        ({"jax": "0.13.0"}, ["jax 0.13.0 is newer than the tested"]),
+        ({"jaxlib": None}, ["jaxlib is not installed"]),
         (
             {"orbax-checkpoint": "0.12.4", "rich": "16.0.0"},
-            (3, 11),
             [
                 "orbax-checkpoint 0.12.4 is older than 0.12.5,",
                 "rich 16.0.0 is newer than the tested",
             ],
         ),
-        ({"numpy": "1.26.4"}, (3, 11), ["numpy 1.26.4 is older than 2,"]),
-        ({}, (3, 10), ["Python 3.10 is older than 3.11"]),
+        ({"numpy": "1.26.4"}, ["numpy 1.26.4 is older than 2,"]),
     ],
 )
-def test_packages_of_other_versions_are_found(changed, python, expected):
+def test_packages_of_other_versions_are_found(changed, expected):
     present = {"keras": "3.15.1", "jax": "0.10.2", "jaxlib": "0.10.2"}
     present |= {"numpy": "2.0.0", "orbax-checkpoint": "0.12.5"}
     present |= {"rich": "15.0.0"} | changed
-    found = wrong(installed.check_packages(present.get, python))
+    found = wrong(installed.check_packages(present.get))
     assert len(found) == len(expected)
     for text, part in zip(found, expected, strict=True):
         assert part in text
         is_newer = "is newer" in part
         assert text.startswith("warning" if is_newer else "problem")
-
-
-def test_missing_extras_are_named(monkeypatch):
-    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda _: None)
-    rows = dict(installed.check_packages().rows)
-    assert rows["optional"] == "none"
-    assert "grain (datasets of grain: extra 'grain')" in rows["not installed"]
 
 
 @pytest.mark.parametrize(
@@ -268,21 +249,6 @@ def test_missing_extras_are_named(monkeypatch):
         ({"KERAS_BACKEND": "torch"}, ["problem: KERAS_BACKEND is 'torch'"]),
         ({"KERAS_NNX_ENABLED": "1"}, ["problem: KERAS_NNX_ENABLED is on"]),
         ({"KERAS_NNX_ENABLED": "false"}, []),
-        (
-            {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"},
-            ["warning: 3 virtual CPU devices share 2 cores"],
-        ),
-        (
-            {"XLA_FLAGS": "--xla_force_host_platform_device_count=many"},
-            ["problem: XLA_FLAGS sets the number of virtual devices"],
-        ),
-        (
-            {
-                "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
-                "--xla_force_host_platform_device_count=2"
-            },
-            [],
-        ),
         (
             {"XLA_FLAGS": "--xla_dump_to='a"},
             ["problem: XLA_FLAGS must consist of flags"],
@@ -312,16 +278,11 @@ def test_missing_extras_are_named(monkeypatch):
 )
 def test_variables(environ, expected, tmp_path):
     environ = {"XDG_CACHE_HOME": str(tmp_path)} | environ
-    found = wrong(installed.check_variables(environ, num_cores=2))
+    found = wrong(installed.check_variables(environ))
     assert len(found) == len(expected)
     for text, beginning in zip(found, expected, strict=True):
         assert text.startswith(beginning)
     assert not list(tmp_path.iterdir())
-
-
-def test_unknown_platform_is_noted():
-    part = installed.check_variables({"JAX_PLATFORMS": "cpu,tpx"}, 2)
-    assert "'tpx'" in part.findings[0].text
 
 
 # Clusters.
@@ -372,15 +333,6 @@ def test_cluster_is_found(environ, name, setter, address):
     assert cluster.address == address
     if address is not None:
         assert rows["process"] == "1 of 2"
-
-
-def test_launcher_is_named_as_the_one_who_set_tf_config():
-    environ = {
-        "TF_CONFIG": tf_config(["a:1"], 0),
-        "KERAS_STRATEGIES_LAUNCHER_FD": "5",
-    }
-    part, _ = clusters.check_clusters(environ)
-    assert dict(part.rows)["set by"] == "keras-strategies launch"
 
 
 @pytest.mark.parametrize(
@@ -434,12 +386,7 @@ def place(process_id, address, num_processes=2):
 
 
 def found_at(process_id, address, environ=None):
-    part = findings.Part(
-        title="",
-        findings=tuple(
-            clusters.check_address(place(process_id, address), environ or {})
-        ),
-    )
+    part = clusters.check_address(environ or {}, place(process_id, address))
     return [finding.level for finding in part.findings], " ".join(wrong(part))
 
 
@@ -448,16 +395,16 @@ def test_address_of_the_coordinator_in_use():
         address = f"127.0.0.1:{server.getsockname()[1]}"
         levels, text = found_at(0, address)
         assert levels == [Level.PROBLEM]
-        assert "Another process listens" in text
+        assert "ddress already in use" in text
         assert address in text
         assert found_at(1, address)[0] == [Level.GOOD]
         elsewhere = {"JAX_COORDINATOR_BIND_ADDRESS": address}
-        assert "Another process listens" in found_at(0, "h:1", elsewhere)[1]
+        assert "ddress already in use" in found_at(0, "h:1", elsewhere)[1]
 
 
 def test_address_of_the_coordinator_that_nobody_listens_at():
     address = f"127.0.0.1:{find_free_ports(1)[0]}"
-    assert "no process listens at" in found_at(1, address)[1]
+    assert "Connection refused" in found_at(1, address)[1]
     # Others are on other machines, and 127.0.0.1 is each machine's own.
     levels, text = found_at(0, address)
     assert levels == [Level.GOOD, Level.PROBLEM]
@@ -467,10 +414,10 @@ def test_address_of_the_coordinator_that_nobody_listens_at():
 @pytest.mark.parametrize(
     ("process_id", "address", "expected"),
     [
-        (1, "no-such-host.invalid:2", "'no-such-host.invalid', cannot"),
-        (0, "no-such-host.invalid:2", "'no-such-host.invalid', cannot"),
+        (1, "no-such-host.invalid:2", "no-such-host.invalid:2"),
+        (0, "no-such-host.invalid:2", "no-such-host.invalid:2"),
         # Reserved for documents: nobody's.
-        (0, "203.0.113.1:2222", "Process 0 cannot listen at 203.0.113.1:2222"),
+        (0, "203.0.113.1:2222", "cannot listen at 203.0.113.1:2222"),
     ],
 )
 def test_address_of_the_coordinator_that_is_wrong(
@@ -494,7 +441,7 @@ def test_coordinator_that_does_not_answer(monkeypatch):
             waiting.connect_ex(server.getsockname())
         levels, text = found_at(1, f"127.0.0.1:{server.getsockname()[1]}")
     assert levels == [Level.PROBLEM]
-    assert "cannot be reached within" in text
+    assert "timed out" in text
     assert "firewall" in text
 
 
@@ -507,21 +454,15 @@ def test_an_address_at_which_all_have_met_is_no_problem(monkeypatch):
     expected = "processes on other machines cannot reach"
     monkeypatch.setattr(doctor, "_check_jax", lambda *_: [Part(title="Job")])
     report = doctor.examine(environ, quick=False, timeout_s=1.0)
-    assert expected not in " ".join(f.text for f in report.findings)
+    assert expected not in " ".join(f.text for f in report.problems)
     report = doctor.examine(environ, quick=True, timeout_s=1.0)
-    assert expected in " ".join(f.text for f in report.findings)
-    # If they cannot meet, the address is looked at.
-    answers = {"join": {"kind": "RendezvousError", "error": "None came."}}
-    monkeypatch.setattr(run_probe, "_probe", lambda *_: (answers, (1, "")))
-    (cluster,) = clusters.find_clusters(environ)
-    part = run_probe.check_job(cluster, environ, timeout_s=1.0)
-    assert expected in " ".join(wrong(part))
+    assert expected in " ".join(f.text for f in report.problems)
 
 
 def test_a_secret_is_looked_at_and_not_shown():
     for text, level in (("too small", [Level.PROBLEM]), ("x" * 40, [])):
         environ = {"KERAS_STRATEGIES_SECRET": text}
-        part = installed.check_variables(environ, num_cores=2)
+        part = installed.check_variables(environ)
         assert [finding.level for finding in part.findings] == level
         assert dict(part.rows)["KERAS_STRATEGIES_SECRET"].startswith("set")
         assert text not in repr(part)
@@ -535,7 +476,7 @@ def test_processes_meet_join_and_time_an_all_reduce():
     def check(process_id):
         text = tf_config(addresses, process_id)
         (cluster,) = clusters.find_clusters({"TF_CONFIG": text})
-        return run_probe.check_job(cluster, environ, timeout_s=200.0)
+        return run_probe.check_jax("Job", cluster, environ, 200.0)[0]
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         parts = list(pool.map(check, range(2)))
@@ -547,33 +488,6 @@ def test_processes_meet_join_and_time_an_all_reduce():
         assert rows["all-reduce, 4 MiB"].endswith("ms over 2 devices")
 
 
-@pytest.mark.parametrize(
-    ("platform", "flags", "expected"),
-    [
-        ("gpu", "", "off: runs differ by rounding"),
-        ("gpu", "--xla_gpu_deterministic_ops=true", "on: runs are equal"),
-        ("cpu", "", None),
-    ],
-)
-def test_determinism_is_shown_for_gpus(monkeypatch, platform, flags, expected):
-    devices = {
-        "kinds": [[platform, "a kind", 8]],
-        "num_hosts": 1,
-        "by_process": [8],
-    }
-    answers = {"devices": devices}
-    monkeypatch.setattr(run_probe, "_probe", lambda *_: (answers, (0, "")))
-    environ = {"XLA_FLAGS": flags}
-    (cluster,) = clusters.find_clusters({"TF_CONFIG": tf_config(["a:1"], 0)})
-    for part in (
-        run_probe.check_devices(environ, is_alone=True)[0],
-        run_probe.check_job(cluster, environ, timeout_s=1.0),
-    ):
-        found = dict(part.rows).get("determinism")
-        assert (found is None) == (expected is None)
-        assert str(found).startswith(str(expected))
-
-
 @pytest.mark.slow
 def test_report_of_a_job_is_the_chiefs():
     done = run(
@@ -582,7 +496,6 @@ def test_report_of_a_job_is_the_chiefs():
     assert done.returncode == 0, done.stdout + done.stderr
     chief = [x for x in done.stdout.splitlines() if not x.startswith("[")]
     shown = joined(" ".join(chief))
-    assert "set by keras-strategies launch" in shown
     assert "process 0 of 2" in shown
     assert "All processes have connected" in shown
     assert re.search(r"all-reduce, 4 MiB [\d.]+ ms over 2 devices", shown)
@@ -598,7 +511,7 @@ def test_process_that_does_not_come_is_named(process_id):
         {"TF_CONFIG": tf_config(addresses, process_id)}
     )[0]
     environ = os.environ | {"XLA_FLAGS": ""}
-    part = run_probe.check_job(cluster, environ, timeout_s=0.5)
+    part, _ = run_probe.check_jax("Job", cluster, environ, 0.5)
     text = " ".join(wrong(part))
     expected = "(worker 1, " if process_id == 0 else addresses[0]
     assert expected in text
@@ -606,49 +519,34 @@ def test_process_that_does_not_come_is_named(process_id):
 
 
 @pytest.mark.parametrize(
-    ("told", "end", "environ", "expected"),
+    ("told", "end", "expected"),
     [
-        (
-            {"jax": {}},
-            (None, ""),
-            {},
-            "time limit ended before JAX",
-        ),
-        ({"devices": {}}, (-6, "Check failed"), {}, "ended by SIGABRT before"),
-        (
-            {"devices": {}},
-            (-6, "Check failed"),
-            {},
-            "last output: Check failed",
-        ),
+        ({"jax": {}}, (None, ""), "time limit ended before JAX"),
+        ({"devices": {}}, (-6, "Check failed"), "ended by SIGABRT before"),
+        ({"devices": {}}, (-6, "Check failed"), "last output: Check failed"),
         (
             {"devices": {"error": "E: no"}},
             (1, ""),
-            {},
-            "started its devices: E",
+            "started its devices: E: no. set JAX_PLATFORMS=cpu",
         ),
-        (
-            {"devices": {"error": "E: no"}},
-            (1, ""),
-            {"JAX_PLATFORMS": "tpu"},
-            "set JAX_PLATFORMS=cpu",
-        ),
-        ({"all_reduce": {}}, (-6, ""), {}, "reach each other on all ports"),
-        ({"keras": {"error": "E: no"}}, (1, ""), {}, "Reinstall the packages"),
+        ({"all_reduce": {}}, (-6, ""), "reach each other on all ports"),
+        ({"keras": {"error": "E: no"}}, (1, ""), "Reinstall the packages"),
     ],
 )
-def test_end_of_the_probe_is_explained(told, end, environ, expected):
-    (found,) = run_probe._check_end(told, end, environ)
+def test_end_of_the_probe_is_explained(told, end, expected):
+    (found,) = run_probe._check_end(told, end)
     assert found.level is Level.PROBLEM
-    assert expected in f"{found.text} {found.fix}"
+    for part in expected.split(". "):
+        assert part in f"{found.text} {found.fix}"
 
 
-def test_unequal_devices_and_wrong_sums_are_problems():
-    (found,) = run_probe._check_counts([2, 2, 1])
-    assert "2, 2, 1" in found.text
-    answer = {"sums": [["4 bytes", "1 ms", True], ["4 MiB", "9 ms", False]]}
-    (found,) = run_probe._check_all_reduce({"all_reduce": answer}, "all")
+def test_wrong_sums_are_problems(monkeypatch):
+    answers = {"all_reduce": {"times": [], "is_right": False}}
+    monkeypatch.setattr(run_probe, "_probe", lambda *_: (answers, (0, "")))
+    part, has_devices = run_probe.check_jax("Devices", None, {}, 1.0)
+    (found,) = part.findings
     assert "wrong sum" in found.text
+    assert not has_devices
 
 
 # The report.
@@ -656,8 +554,7 @@ def test_unequal_devices_and_wrong_sums_are_problems():
 
 def test_worst_is_reported_first():
     report = findings.Report(
-        host="host",
-        when="now",
+        name="host",
         parts=(
             findings.Part(
                 title="A",
@@ -670,9 +567,8 @@ def test_worst_is_reported_first():
             ),
         ),
     )
-    assert [finding.text for finding in report.findings] == list("fwvg")
+    assert [finding.text for finding in report.problems] == list("fwv")
     assert report.summary == "1 problem, 2 warnings"
-    assert report.has_problems
 
 
 ORDERS = "\x1b[31m\x07\x9b2J\u202e\x08\udcff"

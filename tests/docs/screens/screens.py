@@ -21,7 +21,7 @@ ROOT = DIRECTORY.parents[2]
 WIDTHS = (80, 120)
 
 # What is installed, and the name of the machine.
-_OF_MACHINE = re.compile(r"optional |not installed |libtpu |\S+: \d+ warning")
+_OF_MACHINE = re.compile(r"optional |\S+: nothing to change")
 
 # README's code, with a model and data.
 README = """
