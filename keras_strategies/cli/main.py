@@ -90,12 +90,6 @@ _LAUNCH_OPTIONS: tuple[Option, ...] = (
         {"type": int, "default": 0, "metavar": "N"},
     ),
     (
-        "--min-processes",
-        "restart with fewer processes, but at least this many, if some cannot "
-        "start; default: the number of processes",
-        {"type": int, "metavar": "M"},
-    ),
-    (
         "-m",
         "the module to run, as with `python -m`, followed by its arguments",
         _REST | {"dest": "module", "metavar": "MODULE"},

@@ -37,15 +37,11 @@ def report(directories: Sequence[str], *, as_json: bool = False) -> int:
             print(f"keras-strategies report: {text}", file=sys.stderr)
             return _WRONG_ARGUMENTS
     if as_json:
-        print(
-            json.dumps(
-                {
-                    name: one | {"goodput": compute_goodput(one)}
-                    for name, one in reports.items()
-                },
-                indent=1,
-            )
-        )
+        shown = {
+            name: one | {"goodput": compute_goodput(one)}
+            for name, one in reports.items()
+        }
+        print(json.dumps(shown, indent=1))
     else:
         print_reports(Console(highlight=False), reports)
     return 0

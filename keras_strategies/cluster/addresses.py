@@ -176,29 +176,19 @@ def read_port(environ: Mapping[str, str], name: str, setter: str) -> int:
 
 def _find_problem(address: str) -> str:
     """Describes what is wrong with an address; returns "" if it is valid."""
-    if "://" in address:
-        return "it has a scheme such as grpc://"
     host, colon, port = address.rpartition(":")
     if not colon:
         return "the port is missing"
     if not 1 <= _parse_digits(port) <= MAX_PORT:
         return f"the port is not a number from 1 to {MAX_PORT}"
-    return _find_host_problem(host)
-
-
-def _find_host_problem(host: str) -> str:
-    if not host:
-        return "the host is missing"
     if host.startswith("[") and host.endswith("]"):
-        is_ipv6 = _is_ip(IPv6Address, host[1:-1])
-        return "" if is_ipv6 else "the host in brackets is not an IPv6 address"
-    if ":" in host:
-        return "an IPv6 address needs brackets"
-    if len(host) > _MAX_HOST or not _HOST.fullmatch(host) or ".." in host:
-        return "the host is neither a name nor an IP address"
-    if re.fullmatch(r"[0-9.]+", host) and not _is_ip(IPv4Address, host):
-        return "the host is not an IPv4 address"
-    return ""
+        is_valid = _is_ip(IPv6Address, host[1:-1])
+    elif re.fullmatch(r"[0-9.]+", host):
+        is_valid = _is_ip(IPv4Address, host)
+    else:
+        is_short = len(host) <= _MAX_HOST and ".." not in host
+        is_valid = is_short and _HOST.fullmatch(host) is not None
+    return "" if is_valid else "the host is neither a name nor an IP address"
 
 
 def _is_ip(kind: Callable[[str], object], host: str) -> bool:

@@ -28,7 +28,7 @@ class ClusterSpec:
     Raises:
       TypeError: if `cluster` is neither a mapping nor a `ClusterSpec`, a job
         name or an address is not a str, or an index is not an integer.
-      ValueError: if an index is negative, a million or more, or duplicated.
+      ValueError: if an index is negative, or a million or more.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/train/ClusterSpec
@@ -165,14 +165,6 @@ class TaskInfo:
     addresses: tuple[str | None, ...]
 
     def __post_init__(self) -> None:
-        if len(self.addresses) != self.num_processes or not self.addresses:
-            raise ValueError(
-                "A job must have at least one process, and `addresses` must "
-                "have one entry for each process. Received: "
-                f"num_processes={self.num_processes} and "
-                f"{len(self.addresses)} addresses. Pass an address, or None if "
-                "it is unknown, for each process."
-            )
         process, count = self.process_id, self.num_processes
         if process is not None and not 0 <= process < count:
             raise ValueError(
@@ -204,11 +196,6 @@ def _read_tasks(job: str, tasks: object) -> dict[int, str]:
     for index, address in pairs:
         name = f"The address of task {index} of job {shorten(job)}"
         check_type(name, address, str, "a str", _FIX)
-    if len(dict(pairs)) != len(pairs):
-        raise ValueError(
-            f"Each task of job {shorten(job)} must have one address. An index "
-            f"is given twice, as a number and as text. {_FIX}"
-        )
     return dict(pairs)
 
 

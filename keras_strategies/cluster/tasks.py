@@ -13,6 +13,10 @@ from keras_strategies.cluster.spec import ClusterSpec, TaskInfo
 ROLES = ("chief", "worker", "evaluator", "ps")
 """The names that jobs can have in `tf.distribute`."""
 
+_ROLE_FIX = (
+    "Use 'worker' for processes that train; 'chief' replaces the 'master' of "
+    "tf 1."
+)
 _SERVERS = (
     "Parameter servers are not supported, because every process trains and "
     "stores variables itself, but the cluster has a job 'ps'. Use "
@@ -153,7 +157,7 @@ def check_roles(spec: ClusterSpec) -> None:
             raise ValueError(
                 "The jobs of a cluster must be among "
                 f"{', '.join(map(repr, ROLES))}. "
-                f"Received: a job {shorten(job)}. {_suggest_role(job)}"
+                f"Received: a job {shorten(job)}. {_ROLE_FIX}"
             )
     for job in ("chief", "evaluator"):
         if count_tasks(spec, job) > 1:
@@ -226,7 +230,7 @@ def _check_task(task_type: str | None, task_id: int | None) -> tuple[str, int]:
     if task_type not in ROLES:
         raise ValueError(
             f"A task's type must be one of {', '.join(map(repr, ROLES))}. "
-            f"Received: {shorten(task_type)}. {_suggest_role(task_type)}"
+            f"Received: {shorten(task_type)}. {_ROLE_FIX}"
         )
     return task_type, index
 
@@ -274,9 +278,3 @@ def _check_coordinator(addresses: list[str]) -> None:
             f"that machine itself, and another machine for process {others[0]}."
             " Set the address of process 0 to its machine's name or IP address."
         )
-
-
-def _suggest_role(name: str) -> str:
-    if name == "master":
-        return "Use 'chief', which replaces the name 'master' of tf 1."
-    return "Use 'worker' for processes that train."

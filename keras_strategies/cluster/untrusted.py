@@ -7,7 +7,7 @@ import json
 import math
 import os
 import stat
-from typing import Any, NoReturn
+from typing import Any
 
 from keras_strategies.cluster.addresses import shorten
 
@@ -44,12 +44,7 @@ def load_json(
     try:
         # Decoded here, because `json.loads` would also accept UTF-16.
         text = text.decode("utf-8") if isinstance(text, bytes) else text
-        value = json.loads(
-            text,
-            object_pairs_hook=_make_dict,
-            parse_constant=float if has_nan else _refuse_constant,
-            parse_float=_parse_finite,
-        )
+        value = json.loads(text, object_pairs_hook=_make_dict)
     except json.JSONDecodeError as error:
         # The ValueError below is raised outside this block, so that it does
         # not carry this error, whose attribute `doc` is the entire text.
@@ -63,9 +58,9 @@ def load_json(
     except ValueError:
         problem = "it has a number that is too long"
     else:
-        if not _is_deeper(value, MAX_DEPTH):
+        problem = _find_problem(value, has_nan)
+        if not problem:
             return value
-        problem = _TOO_DEEP
     raise ValueError(problem)
 
 
@@ -117,26 +112,18 @@ def _make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entries
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise _ProblemError(f"{name} is not a number in JSON")
-
-
-def _parse_finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise _ProblemError("it has a number that is too large")
-    return value
-
-
-def _is_deeper(value: object, maximum: int) -> bool:
+def _find_problem(value: object, has_nan: bool) -> str:
     level = [value]
-    for _ in range(maximum):
+    for _ in range(MAX_DEPTH + 1):
+        for item in level:
+            if isinstance(item, float) and not (has_nan or math.isfinite(item)):
+                return "it has a number that is not finite"
+        containers = [item for item in level if isinstance(item, list | dict)]
+        if not containers:
+            return ""
         level = [
             item
-            for inner in level
-            if isinstance(inner, list | dict)
+            for inner in containers
             for item in (inner.values() if isinstance(inner, dict) else inner)
         ]
-        if not level:
-            return False
-    return any(isinstance(inner, list | dict) for inner in level)
+    return _TOO_DEEP

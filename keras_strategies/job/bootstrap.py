@@ -1,20 +1,17 @@
 """Startup of a distributed JAX job, given this process's role in a cluster."""
 
-import contextlib
 import ipaddress
 import multiprocessing
 import os
 import platform
 import warnings
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import jax
 
-from keras_strategies.cluster.addresses import check_address, shorten
+from keras_strategies.cluster.addresses import check_address
 from keras_strategies.cluster.exchange.job_secret import read_secret
 from keras_strategies.cluster.exchange.rendezvous import (
-    RendezvousError,
     meet,
     split_address,
 )
@@ -29,7 +26,6 @@ BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 # The timeout for the startup of JAX itself, which follows the rendezvous.
 _JAX_TIMEOUT_S = 60
 _VISIBLE_OPTION = "jax_cuda_visible_devices"
-_NUM_SLICES = "MEGASCALE_NUM_SLICES"
 _PACKAGES = ("keras_strategies", "keras", "jax", "jaxlib")
 
 
@@ -77,18 +73,17 @@ def join(
     if task.process_id == 0 and not has_tls:
         _warn_of_strangers(bind_address)
     facts = {"mutual TLS": "on" if has_tls else "off", "strategy": strategy}
-    with _add_slices_to_error():
-        meet(
-            address,
-            process_id=task.process_id,
-            num_processes=task.num_processes,
-            facts=_read_versions() | facts,
-            problem=problem,
-            timeout_s=timeout_s,
-            bind_address=bind_address,
-            names=_name_tasks(task),
-            secret=secret,
-        )
+    meet(
+        address,
+        process_id=task.process_id,
+        num_processes=task.num_processes,
+        facts=_read_versions() | facts,
+        problem=problem,
+        timeout_s=timeout_s,
+        bind_address=bind_address,
+        names=_name_tasks(task),
+        secret=secret,
+    )
     jax.distributed.initialize(
         address,
         task.num_processes,
@@ -199,21 +194,6 @@ def _find_bind_address(address: str) -> str:
     bind_address = os.environ.get(BIND_ADDRESS) or address
     check_address(bind_address, f"process 0 (or {BIND_ADDRESS})")
     return bind_address
-
-
-@contextlib.contextmanager
-def _add_slices_to_error() -> Iterator[None]:
-    """Adds to a rendezvous error the number of TPU slices, if it is set."""
-    try:
-        yield
-    except RendezvousError as error:
-        text = os.environ.get(_NUM_SLICES)
-        if not text:
-            raise
-        raise RendezvousError(
-            f"{error} {_NUM_SLICES} is {shorten(text)} in this process. It "
-            "must be the number of slices that were started."
-        ) from error
 
 
 def _check_joined(task: TaskInfo) -> None:

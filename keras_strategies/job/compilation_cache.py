@@ -23,11 +23,10 @@ _logger = logging.getLogger(__name__)
 
 _DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
 _ENABLED = "JAX_ENABLE_COMPILATION_CACHE"
-FIX = (
+_FIX = (
     "Let only yourself write to it and to the directories above it (chmod "
     f"go-w), set {_DIRECTORY} to another directory, or set {_ENABLED}=false."
 )
-"""What to do if programs cannot be cached."""
 
 _MAX_BYTES = 4 * 2**30
 _SETTINGS = {
@@ -69,21 +68,6 @@ def make_settings(
     return {_DIRECTORY: str(directory), **rest}
 
 
-def find_problem(environ: Mapping[str, str]) -> str:
-    """Returns why programs cannot be cached, or "". Creates no directory."""
-    if _is_disabled(environ):
-        return ""
-    given = environ.get(_DIRECTORY)
-    try:
-        if given is None:
-            _check_directory(_find_directory(environ))
-        elif given and "://" not in given and os.path.lexists(given):
-            os.listdir(given)
-    except (OSError, RuntimeError) as error:
-        return str(error)
-    return ""
-
-
 def enable(*, warns: bool) -> None:
     """Makes JAX cache compiled programs in this process, from now on.
 
@@ -114,14 +98,15 @@ def _warn(problem: str) -> None:
         "Compiled programs are not cached, so a restarted job compiles them "
         "again: %s. %s",
         problem,
-        FIX,
+        _FIX,
     )
 
 
 def _find_directory(environ: Mapping[str, str]) -> pathlib.Path:
     base = environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     root = pathlib.Path(base).absolute() / "keras_strategies"
-    return root / f"jax-{_hash_cpu()}"
+    # Without links: only who can write to these directories can replace it.
+    return (root / f"jax-{_hash_cpu()}").resolve()
 
 
 def _make_directory(environ: Mapping[str, str]) -> pathlib.Path:
@@ -136,14 +121,6 @@ def _make_directory(environ: Mapping[str, str]) -> pathlib.Path:
             for path in _list_unfinished(directory):
                 path.unlink(missing_ok=True)
     return directory
-
-
-def _check_directory(directory: pathlib.Path) -> None:
-    """Raises an error if a directory, which need not exist, cannot be used."""
-    check_directory(directory)
-    nearest = next(p for p in (directory, *directory.parents) if p.exists())
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise PermissionError(f"{str(nearest)!r} cannot be written to")
 
 
 def _list_unfinished(directory: pathlib.Path) -> list[pathlib.Path]:
@@ -176,108 +153,61 @@ def _hash_cpu() -> str:
 _lstat = os.lstat
 
 
-def check_directory(directory: pathlib.Path) -> None:
+def _check_directory(directory: pathlib.Path) -> None:
     """Raises an error if another user can change a directory or its files.
 
     Each directory from the root on must belong to this user or to root. Others
     must not be able to write to it, unless it is sticky, as /tmp is: there,
-    they cannot replace what does not belong to them. Of a symbolic link, its
-    owner and its target count. A part of the path that does not exist is not
-    checked.
+    they cannot replace what does not belong to them. The directory itself must
+    be closed to others. A part of the path that does not exist is not checked.
 
     Args:
-      directory: An absolute path.
+      directory: An absolute path without symbolic links.
 
     Raises:
-      PermissionError: if another user can change the directory or a file in it.
+      PermissionError: if another user can change the directory or a file in it,
+        or if this user cannot.
       NotADirectoryError: if it is not a directory.
-      FileNotFoundError: if a link has no target.
     """
     if sys.platform == "win32":
         return
-    try:
-        found = _check_path(directory)
-    except FileNotFoundError:
-        parts = (directory, *directory.parents)
-        if any(part.is_symlink() and not part.exists() for part in parts):
-            raise
-        return
-    if not stat.S_ISDIR(found.st_mode):
-        raise NotADirectoryError(
-            errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory)
-        )
-    for name in os.listdir(directory):
+    nearest = directory.root
+    for path in (*reversed(directory.parents), directory):
         try:
-            _check_entry(directory / name, found)
-        except FileNotFoundError:  # JAX deletes old programs at any time.
-            continue
-
-
-def _check_path(
-    path: pathlib.Path, *, is_parent: bool = False
-) -> os.stat_result:
-    """Checks all parts of a path; returns the status of its target."""
-    os.path.realpath(path, strict=True)  # Raises an error for a loop of links.
-    found = _check(pathlib.Path(path.anchor), is_parent=True)
-    for part in (*reversed(path.parents[:-1]), path):
-        is_above = is_parent or part != path
-        found = _check(part, is_parent=is_above)
-        if stat.S_ISLNK(found.st_mode):
-            target = os.path.normpath(part.parent / os.readlink(part))
-            found = _check_path(pathlib.Path(target), is_parent=is_above)
-    return found
-
-
-def _check_entry(path: pathlib.Path, directory: os.stat_result) -> None:
-    # A group that cannot enter the directory cannot reach the files in it, so
-    # that a umask such as 002 does no harm.
-    mask = ~0 if directory.st_mode & stat.S_IXGRP else ~stat.S_IWGRP
-    if stat.S_ISLNK(_check(path, is_parent=False, mask=mask).st_mode):
-        _check_path(path)
-
-
-def _check(
-    path: pathlib.Path, *, is_parent: bool, mask: int = ~0
-) -> os.stat_result:
-    found = _lstat(path)
-    mode = found.st_mode & mask
-    is_protected = stat.S_ISLNK(mode) or (is_parent and mode & stat.S_ISVTX)
-    is_writable = mode & stat.S_IWOTH or (
-        mode & stat.S_IWGRP and _has_other_members(found.st_gid)
-    )
-    if (is_writable and not is_protected) or found.st_uid not in (
-        0,
-        os.geteuid(),
-    ):
-        raise PermissionError(
-            f"other users can write to {str(path)!r} (owner {found.st_uid}, "
-            f"group {found.st_gid}, mode {stat.S_IMODE(found.st_mode):o})"
+            found = _lstat(path)
+        except FileNotFoundError:
+            break
+        nearest, mode = path, found.st_mode
+        if not stat.S_ISDIR(mode):
+            number = errno.ENOTDIR
+            raise NotADirectoryError(number, os.strerror(number), str(path))
+        is_open = mode & stat.S_IWOTH or (
+            mode & stat.S_IWGRP and not _is_private(found.st_gid)
         )
-    return found
+        is_open = is_open and not mode & stat.S_ISVTX
+        if path == directory:
+            is_open = mode & (stat.S_IRWXG | stat.S_IRWXO)
+        if is_open or found.st_uid not in (0, os.geteuid()):
+            raise PermissionError(
+                f"other users can write to {str(path)!r} (owner "
+                f"{found.st_uid}, group {found.st_gid}, mode "
+                f"{stat.S_IMODE(mode):o})"
+            )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(f"{str(nearest)!r} cannot be written to")
 
 
-def _has_other_members(number: int) -> bool:
-    """Returns whether a group has members besides this user and root.
+def _is_private(group: int) -> bool:
+    """Returns whether a group has, by its name, no other members.
 
-    A directory service that does not list its users cannot tell; then only a
-    group of the user's name counts as private.
+    These are root's group, in which many containers run an arbitrary user,
+    groups without a name, and a group of this user's name.
     """
     import grp
     import pwd
 
-    # Many containers run as an arbitrary user in root's group.
-    if number == 0:
-        return False
     try:
-        group = grp.getgrgid(number)
+        name = grp.getgrgid(group).gr_name
+        return group == 0 or name == pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
-        return False
-    me, users = os.geteuid(), pwd.getpwall()
-    if me not in {user.pw_uid for user in users}:
-        try:
-            return group.gr_name != pwd.getpwuid(me).pw_name
-        except KeyError:  # A container's arbitrary user.
-            pass
-    members = {user.pw_name for user in users if user.pw_gid == number}
-    trusted = {user.pw_name for user in users if user.pw_uid in (0, me)}
-    return bool(members.union(group.gr_mem) - trusted)
+        return True

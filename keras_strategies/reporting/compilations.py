@@ -153,19 +153,8 @@ def describe_change(new: ShapeCount, known: list[ShapeCount]) -> str:
 
     Returns "" if they do not differ, but the number of steps of a program does.
     """
-    earlier = [one.text for one in known]
-    if new.text in earlier:
+    if new.text in [one.text for one in known]:
         return ""
-    changed = {
-        name: shape
-        for name, shape in new.text.items()
-        if all(one.get(name) != shape for one in earlier)
-    }
-    if not changed:
-        return "another combination of shapes"
-    if all(
-        any(one.get(name, ())[1:] == shape[1:] for one in earlier)
-        for name, shape in changed.items()
-    ):
-        return f"a batch of {new.rows} rows"
+    first = known[0].text if known else {}
+    changed = {n: s for n, s in new.text.items() if s != first.get(n)}
     return ", ".join(f"{name} {shape}" for name, shape in changed.items())

@@ -4,7 +4,6 @@ The file contains an entry for each start of the run. Nothing here imports jax
 or keras, so the command line can read reports quickly.
 """
 
-import contextlib
 import json
 import os
 import pathlib
@@ -25,13 +24,11 @@ from keras_strategies.cluster.untrusted import (
 NAME = "run_report.json"
 """The name of the file."""
 
-STEP_NAME = ".run_report_step"
-"""The name of the file with the last step, see `StepFile`."""
-
 MAX_STARTS = 100
 """The number of starts whose entries are kept."""
 
 _MAX_BYTES = 4 << 20
+_WRONG = ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 
 Document = dict[str, Any]
 
@@ -40,12 +37,7 @@ EMPTY: dict[str, Any] = {
     "startup_seconds": 0.0,
     "seconds": 0.0,
     "saves": 0,
-    "compilations": {
-        "count": 0,
-        "seconds": 0.0,
-        "step_seconds": 0.0,
-        "causes": [],
-    },
+    "compilations": {"count": 0, "seconds": 0.0, "causes": []},
     "shares": {},
 }
 """The figures of a run that has trained no step."""
@@ -75,27 +67,19 @@ def load_report(directory: str | os.PathLike[str]) -> Document:
     try:
         with open_regular(path) as file:
             text = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise ReportError(
-            f"A report must be in {str(path)!r}. Received: a directory "
-            f"without one ({error.strerror}). Pass the directory of a run "
-            "with `ks.callbacks.RunReport`."
-        ) from None
-    try:
         document = load_json(text, max_characters=_MAX_BYTES)
         describe_report(document)
-        add_start(document, 0.0, 0, None)
-    except (ArithmeticError, AttributeError, KeyError, ValueError) as error:
-        problem = str(error)
-    except (IndexError, TypeError):
-        problem = "it has another structure"
-    else:
-        return document
-    raise ReportError(
-        f"{str(path)!r} must be a report that `ks.callbacks.RunReport` wrote. "
-        f"Received: another file ({problem}). Pass another directory, or move "
-        "the file away to start a new report."
-    )
+        add_start(document, 0.0, 0)
+    except (OSError, *_WRONG) as error:
+        found = "another file"
+        if isinstance(error, OSError):
+            found = f"a directory without one ({error.strerror})"
+        raise ReportError(
+            f"{str(path)!r} must be a report that `ks.callbacks.RunReport` "
+            f"wrote. Received: {found}. Pass the directory of a run, or move "
+            "the file away to start a new report."
+        ) from None
+    return document
 
 
 def describe_report(document: Document) -> dict[str, str]:
@@ -105,8 +89,10 @@ def describe_report(document: Document) -> dict[str, str]:
     """
     figures = document["starts"][-1]["figures"]
     made, shares = figures["compilations"], figures["shares"]
-    goodput = compute_goodput(document)
-    is_restarted = document["num_starts"] > 1
+    num_restarts, repeated = document["num_starts"] - 1, ""
+    if num_restarts:
+        goodput = compute_goodput(document)
+        repeated = f"{document['num_repeated']} (goodput {100 * goodput:.1f} %)"
 
     def show(form: str, name: str, scale: float = 1.0) -> str:
         value = figures.get(name)
@@ -135,15 +121,8 @@ def describe_report(document: Document) -> dict[str, str]:
             f"{one['cause']}: {one['seconds']:.1f} s"
             for one in made["causes"][:3]
         ),
-        "slowest process": show(
-            "{slowest}, by {extra_ms:.3g} ms a step", "processes"
-        ),
-        "restarts": f"{document['num_starts'] - 1}" if is_restarted else "",
-        "steps computed twice": (
-            f"{document['num_repeated']} (goodput {100 * goodput:.1f} %)"
-            if is_restarted and goodput is not None
-            else ""
-        ),
+        "restarts": f"{num_restarts}" if num_restarts else "",
+        "steps computed twice": repeated,
         "advice": figures.get("advice", ""),
     }
     return {
@@ -176,18 +155,10 @@ def print_reports(console: Console, reports: Mapping[str, Document]) -> None:
         console.print(Text(lead + text, overflow="fold"))
 
 
-def save_report(
-    directory: str | os.PathLike[str],
-    document: Document,
-    *,
-    warns: bool = False,
-) -> None:
+def save_report(directory: str | os.PathLike[str], document: Document) -> None:
     """Writes a report in one piece: readers see the old file or the new one.
 
-    Args:
-      directory: The directory of the report.
-      document: The report.
-      warns: Whether to warn, and not raise, if the report cannot be written.
+    Warns if it cannot be written.
     """
     partial = pathlib.Path(directory, f".{NAME}-partial")
     try:
@@ -197,8 +168,6 @@ def save_report(
             json.dump(document, file)
         os.replace(partial, partial.with_name(NAME))
     except OSError as error:
-        if not warns:
-            raise
         warnings.warn(
             "`RunReport` could not write its report, so training continues "
             f"without it. Received: {os.fspath(directory)!r}: "
@@ -209,23 +178,16 @@ def save_report(
         )
 
 
-def add_start(
-    document: Document | None, started: float, step: int, last_step: int | None
-) -> Document:
+def add_start(document: Document | None, started: float, step: int) -> Document:
     """Returns a report with an entry for a new start of the run.
 
     Args:
       document: The report so far; None if there is none.
       started: The time of the start, in seconds since 1970.
       step: The step from which the run continues.
-      last_step: The step that the previous start had reached, if it is known
-        better than from the report.
     """
     old = document or {"num_starts": 0, "num_repeated": 0, "starts": []}
-    starts, reached = list(old["starts"]), step
-    if starts:
-        reached = max(starts[-1]["last_step"], last_step or 0)
-        starts[-1] = starts[-1] | {"last_step": reached}
+    reached = old["starts"][-1]["last_step"] if document else step
     entry = {"started": started, "first_step": step, "last_step": step}
     entry |= {"is_done": False, "figures": EMPTY}
     return {
@@ -234,7 +196,7 @@ def add_start(
         "num_starts": old["num_starts"] + 1,
         "num_steps": step,
         "num_repeated": old["num_repeated"] + max(reached - step, 0),
-        "starts": [*starts, entry][-MAX_STARTS:],
+        "starts": [*old["starts"], entry][-MAX_STARTS:],
     }
 
 
@@ -248,62 +210,7 @@ def update_start(
     return document | {"num_steps": last_step, "starts": starts}
 
 
-def compute_goodput(document: Document) -> float | None:
-    """Returns the share of the computed steps that were not computed before.
-
-    Returns None if no steps were computed.
-    """
+def compute_goodput(document: Document) -> float:
+    """Returns the share of the computed steps that were not computed before."""
     useful = max(document["num_steps"] - document["first_step"], 0)
-    repeated = document["num_repeated"]
-    return useful / (useful + repeated) if useful + repeated else None
-
-
-class StepFile:
-    """A file with a start's last step, which outlives a killed process.
-
-    Each start replaces the file by a new one. A write takes about a
-    microsecond, because the operating system writes the bytes to the disk
-    later, also if the process is killed. The file only makes a report more
-    exact: steps that cannot be written are lost without an error.
-
-    Args:
-      directory: The directory of the file.
-      start: The number of the start.
-      step: The step from which it continues.
-    """
-
-    def __init__(
-        self, directory: str | os.PathLike[str], start: int, step: int
-    ) -> None:
-        self._start, self._file = start, None
-        path = pathlib.Path(directory, STEP_NAME)
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-            self._file = path.open("xb", buffering=0)
-        self.write(step)
-
-    def write(self, step: int) -> None:
-        """Writes a step."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.seek(0)
-                self._file.write(b"%d %019d\n" % (self._start, step))
-
-    def close(self) -> None:
-        """Closes the file."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-
-
-def read_step(directory: str | os.PathLike[str], start: int) -> int | None:
-    """Returns the last step that a start has written, or None.
-
-    A process may be killed before it writes a step. The file then contains the
-    step of an earlier start.
-    """
-    path = pathlib.Path(directory) / STEP_NAME
-    with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
-        found, step = map(int, file.read(64).split())
-        return step if found == start else None
-    return None
+    return useful / max(useful + document["num_repeated"], 1)

@@ -27,16 +27,14 @@ from keras_strategies.reporting import document as files
 from keras_strategies.reporting.advice import write_advice
 from keras_strategies.reporting.figures import (
     FlopsCounter,
-    compare_processes,
     compute_figures,
     compute_shares,
     compute_speed,
     pick_logs,
 )
 from keras_strategies.reporting.recorder import StepRecorder
-from keras_strategies.watchdog import watchdog
 
-_WRITE_S = 10.0
+_WRITE_S = 30.0
 
 
 class RunReport(ReportCallback):
@@ -83,8 +81,8 @@ class RunReport(ReportCallback):
         directory for it.
       RuntimeError: in `fit`, if no strategy distributes the model.
       ReportError: in `fit` or `begin`, if `run_report.json` is not a report.
-      OSError: in `fit` or `begin`, if the directory cannot be written to. Later
-        the report warns, and training continues.
+      OSError: in `fit` or `begin`, if the directory cannot be created. If the
+        report cannot be written, it warns, and training continues.
 
     Example:
       ```python
@@ -113,14 +111,8 @@ class RunReport(ReportCallback):
         profile: str | None = None,
     ) -> None:
         super().__init__()
-        if directory is not None and not (
-            isinstance(directory, str | os.PathLike) and os.fspath(directory)
-        ):
-            raise TypeError(
-                "`directory` must be a non-empty path, or None. Received: "
-                f"directory={directory!r}. Pass the directory of the run."
-            )
-        self._directory, self._verbose = directory, verbose
+        path = None if directory is None else os.fspath(directory)
+        self._directory, self._verbose = path, verbose
         self._profile = parse_steps(profile, "`profile`")
         self._stack = contextlib.ExitStack()
         self._recorder: StepRecorder | None = None
@@ -171,7 +163,7 @@ class RunReport(ReportCallback):
         loop = None if model is None else find_fit_state(model)
         directory = None if loop is None else loop.directory
         if self._directory is not None:
-            directory = os.fspath(self._directory)
+            directory = self._directory
         self._report_directory = directory if is_chief else None
         if self._report_directory is not None:
             os.makedirs(self._report_directory, exist_ok=True)
@@ -183,9 +175,6 @@ class RunReport(ReportCallback):
         self.figures = dict(files.EMPTY)
         self._stack.enter_context(recorder.compilations.listening())
         self._stack.enter_context(recording(recorder))
-        runner = watchdog.get_runner()
-        if runner is not None:
-            runner.measure_steps = recorder.measure_local
         per = 1 if model is None else model.steps_per_execution
         traces = directory and os.path.join(directory, "profile")
         self._stack.enter_context(profile_steps(self._profile, traces, per))
@@ -198,20 +187,10 @@ class RunReport(ReportCallback):
             self._add_start(self._step.value)
 
     def _add_start(self, step: int) -> None:
-        directory, old = self._report_directory, self._earlier
-        last_step = None
-        if directory is not None and old is not None:
-            # Without the file, it is the step of the report's last writing.
-            last_step = files.read_step(directory, old["num_starts"])
-        self._document = files.add_start(old, time.time(), step, last_step)
-        if directory is None or self._recorder is None:
-            return
-        # The report is written first: until then, its last start is the
-        # earlier one, whose step the file must contain.
-        self._write(is_first=True)
-        file = files.StepFile(directory, self._document["num_starts"], step)
-        self._stack.callback(file.close)
-        self._recorder.note_steps = lambda count: file.write(step + count)
+        self._document = files.add_start(self._earlier, time.time(), step)
+        if self._report_directory is not None and self._recorder is not None:
+            self._write()
+            self._recorder.note_steps = self._write_if_due
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Adds the figures to the epoch's logs."""
@@ -225,8 +204,7 @@ class RunReport(ReportCallback):
             self._count_flops()
         if isinstance(logs, dict):
             self.add_logs(logs)
-        if time.monotonic() >= self._write_at:
-            self._write()
+        self._write_if_due()
 
     def add_logs(self, logs: dict[str, Any]) -> None:
         """Adds the time of a step, speeds and the share of input to logs."""
@@ -323,12 +301,6 @@ class RunReport(ReportCallback):
         finally:
             self._stack.close()
             self._recorder = None
-        runner = watchdog.get_runner()
-        if runner is not None:
-            # Later heartbeats repeat the last times, for a chief that ends
-            # later.
-            last = recorder.measure_local()
-            runner.measure_steps = lambda: last
         document = self._document if self.is_done else None
         if document is not None and self._is_chief and self._verbose:
             files.print_reports(Console(highlight=False), {"run": document})
@@ -343,7 +315,11 @@ class RunReport(ReportCallback):
     def _compute_flops(self, recorder: StepRecorder) -> dict[str, float]:
         return {} if self._flops is None else self._flops.compute(recorder)
 
-    def _write(self, *, is_first: bool = False) -> None:
+    def _write_if_due(self) -> None:
+        if time.monotonic() >= self._write_at:
+            self._write()
+
+    def _write(self) -> None:
         recorder, document = self._recorder, self._document
         if recorder is None or document is None:
             return
@@ -351,9 +327,6 @@ class RunReport(ReportCallback):
         figures |= self._compute_flops(recorder)
         model = self._fitted
         figures["is_eager"] = model is not None and model.run_eagerly
-        heartbeats = watchdog.get_heartbeats()
-        if self._is_chief and heartbeats:
-            figures |= compare_processes(heartbeats)
         figures["advice"] = write_advice(figures)
         self.figures = figures
         self._write_at = time.monotonic() + _WRITE_S
@@ -362,6 +335,4 @@ class RunReport(ReportCallback):
             document, last_step, figures, is_done=self.is_done
         )
         if self._report_directory is not None:
-            files.save_report(
-                self._report_directory, self._document, warns=not is_first
-            )
+            files.save_report(self._report_directory, self._document)

@@ -14,7 +14,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -33,27 +33,12 @@ _FLUSH_S = 1.0
 _RAISING = (os.path.dirname(jax.__file__), progress.__file__)
 
 
-class _Watchdog(Protocol):
-    """The methods and attributes of `watchdog.Watchdog` that the hooks use."""
+def install(watchdog: Any) -> None:
+    """Installs the hooks, which stay installed until this process ends.
 
-    process: int
-    runner: progress.ProgramRunner
-
-    def explain(self) -> None: ...
-
-    def fail(self, text: str, code: int, cause: Cause) -> None: ...
-
-    def end_soon(self) -> None: ...
-
-    def end_failed(self) -> None: ...
-
-    def wait_for_others(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-def install(watchdog: _Watchdog) -> None:
-    """Installs the hooks. They stay installed until this process ends."""
+    Args:
+      watchdog: The process's `watchdog.Watchdog`.
+    """
     hooks = _Hooks(watchdog)
     sys.excepthook = functools.partial(hooks.on_exception, sys.excepthook)
     threading.excepthook = functools.partial(
@@ -93,7 +78,7 @@ def write(line: str) -> None:
 
 
 class _Hooks:
-    def __init__(self, watchdog: _Watchdog) -> None:
+    def __init__(self, watchdog: Any) -> None:
         self._watchdog = watchdog
         self._process_id = os.getpid()
         # The argument of `sys.exit`, and the number of programs that had been

@@ -6,9 +6,7 @@ launcher has died.
 """
 
 import os
-import select
 import stat
-import warnings
 from collections.abc import MutableMapping
 
 LAUNCHER_FD = "KERAS_STRATEGIES_LAUNCHER_FD"
@@ -27,32 +25,24 @@ class LauncherPipe:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._text = b""
-        self._has_ended = False
         # The children of this process must not inherit the pipe.
         os.set_inheritable(fd, False)
-        self._poll = select.poll()
-        self._poll.register(fd, select.POLLIN)
+        os.set_blocking(fd, False)
 
     def read(self) -> str | None:
         """Returns the reason for the job's end, or None. Never blocks.
 
         The result is None as long as the launcher runs and has not written a
-        line.
+        line. The launcher writes the whole line at once.
         """
-        while not self._has_ended:
-            if not self._poll.poll(0):
-                return None
-            try:
-                data = os.read(self._fd, _MAX_BYTES)
-            except OSError:
-                data = b""
-            self._text = (self._text + data)[:_MAX_BYTES]
-            line, newline, _ = self._text.partition(b"\n")
-            self._has_ended = not data or len(self._text) == _MAX_BYTES
-            if newline or self._has_ended:
-                return line.decode("utf-8", "replace").strip() or _GONE
-        return None
+        try:
+            data = os.read(self._fd, _MAX_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        line = data.partition(b"\n")[0].decode("utf-8", "replace").strip()
+        return line or _GONE
 
 
 def find_pipe(environ: MutableMapping[str, str]) -> LauncherPipe | None:
@@ -62,20 +52,9 @@ def find_pipe(environ: MutableMapping[str, str]) -> LauncherPipe | None:
       environ: `os.environ`. The variable with the file descriptor is removed,
         because the children of this process do not inherit the pipe.
     """
-    text = environ.pop(LAUNCHER_FD, None)
-    if not text:
-        return None
     try:
-        fd = int(text)
+        fd = int(environ.pop(LAUNCHER_FD, ""))
         is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode)
     except (ValueError, OverflowError, OSError):
-        is_pipe, fd = False, -1
-    if not is_pipe:
-        warnings.warn(
-            f"{LAUNCHER_FD} must be the file descriptor of a pipe that the "
-            f"launcher opened. Received: {text[:40]!r}. The variable is "
-            "ignored, so this process receives no messages from a launcher.",
-            stacklevel=2,
-        )
         return None
-    return LauncherPipe(fd)
+    return LauncherPipe(fd) if is_pipe else None

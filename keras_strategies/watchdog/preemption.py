@@ -1,20 +1,14 @@
 """Detection of preemption (SIGTERM), for code that saves before it stops."""
 
-import atexit
 import functools
 import os
 import signal
 import threading
-import time
 import types
 from collections.abc import Callable
 from typing import Any
 
 from keras_strategies.watchdog.progress import ProgramRunner
-
-# Schedulers may send SIGTERM repeatedly, and send SIGKILL 30 seconds after the
-# first SIGTERM.
-_ENDING_S = 30.0
 
 _masks = threading.local()
 
@@ -28,9 +22,9 @@ class PreemptionNotice:
     In a job, `came` becomes true in all processes before the same program, and
     therefore between the same steps. If there are no other processes, the
     context installs a handler for SIGTERM, provided that it is entered in the
-    main thread. If a SIGTERM has arrived, the handler remains for 30 seconds
-    after the end of the context, so that another SIGTERM does not interrupt
-    the cleanup (in `finally` blocks and `atexit` functions).
+    main thread. If a SIGTERM has arrived, others are ignored after the end of
+    the context, because schedulers may send it repeatedly: another one must not
+    interrupt the cleanup (in `finally` blocks and `atexit` functions).
 
     Args:
       runner: The `ProgramRunner` of this process in a job; None if there are
@@ -42,7 +36,6 @@ class PreemptionNotice:
         self._came = False
         self._previous: Any = None
         self._is_installed = False
-        self._closed_at: float | None = None
 
     def __enter__(self) -> "PreemptionNotice":
         if self._runner is not None:
@@ -57,8 +50,7 @@ class PreemptionNotice:
         if self._runner is not None:
             self._runner.num_savers -= 1
         elif self._is_installed and self._came:
-            self._closed_at = time.monotonic()
-            atexit.register(self._ignore_at_exit)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         elif self._is_installed:
             signal.signal(signal.SIGTERM, self.previous)
             self._is_installed = False
@@ -79,29 +71,9 @@ class PreemptionNotice:
         return self._previous or signal.SIG_DFL
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
-        if self._is_left_over() and not self._is_ending():
-            # The script has caught `Preempted` and continued, so this SIGTERM
-            # is treated as if there had been no context.
-            signal.signal(number, self.previous)
-            signal.raise_signal(number)
-            return
         self._came = True
         if callable(self._previous):
             self._previous(number, frame)
-
-    def _is_left_over(self) -> bool:
-        is_current = signal.getsignal(signal.SIGTERM) == self._on_signal
-        return self._closed_at is not None and is_current
-
-    def _is_ending(self) -> bool:
-        closed_at = self._closed_at or 0.0
-        return time.monotonic() - closed_at < _ENDING_S
-
-    def _ignore_at_exit(self) -> None:
-        # At exit, Python removes its signal handlers while it still tears down
-        # modules. In this time SIGTERM would end the process.
-        if self._is_left_over() and self._is_ending():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @functools.cache

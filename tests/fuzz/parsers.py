@@ -40,7 +40,7 @@ from keras_strategies.cluster.exchange.message_forms import (
     read_messages,
 )
 from keras_strategies.cluster.exchange.rounds import Rounds
-from keras_strategies.cluster.resolvers import kubernetes_resolver, slurm_step
+from keras_strategies.cluster.resolvers import slurm_step
 from keras_strategies.cluster.resolvers.tf_config_resolver import (
     parse_tf_config,
 )
@@ -105,7 +105,7 @@ STRUCTURES = [
     batch_spec.make_spec((_ROWS, None)),
     batch_spec.make_spec((_ROWS, {1: np.ones(2, "U5")})),
 ]
-NONCE = job_secret.make_nonce()
+NONCE = job_secret.make()
 HELLOS = [
     json.dumps(
         {
@@ -385,7 +385,7 @@ TORCHELASTIC_USE_AGENT_STORE=True"""
 _POD = """JOB_COMPLETION_INDEX=1
 JAX_PROCESS_COUNT=2
 JAX_COORDINATOR_ADDRESS=job-0.svc:1234
-COORDINATOR_PORT=1234"""
+JAX_COORDINATOR_PORT=1234"""
 _TPU = """TPU_WORKER_ID=1
 TPU_WORKER_HOSTNAMES=a,b
 TPU_NAME=x
@@ -641,13 +641,8 @@ PARSERS: dict[str, Parser] = {
     ),
     "Kubernetes": Parser(
         [_POD],
-        of(
-            lambda text: (
-                kubernetes_resolver.has_job_variables(_variables(text)),
-                kubernetes_resolver.read_pod_of_job(_variables(text), 8888),
-            )
-        ),
-        errors=_NO_ENVIRON,
+        of(_resolver(cluster_resolver.KubernetesClusterResolver)),
+        errors=(*_NO_ENVIRON, ImportError),
     ),
     "TPU": Parser(
         [_TPU],

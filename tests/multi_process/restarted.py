@@ -2,18 +2,15 @@
 
 python -m tests.multi_process.restarted DIRECTORY EPOCHS KIND
 
-KIND is "dropout" for a model with Dropout, "plain" for one without, or
-"missing" for the latter and a last of three processes that cannot start again
-after the first checkpoint. Process 0 appends each step to DIRECTORY/begun
-before it computes it, and to DIRECTORY/steps afterwards, and saves the weights
-in DIRECTORY/weights.npy. DIRECTORY/checkpoints also contains the report of the
-run.
+KIND is "dropout" for a model with Dropout, or "plain" for one without. Process
+0 appends each step to DIRECTORY/begun before it computes it, and to
+DIRECTORY/steps afterwards, and saves the weights in DIRECTORY/weights.npy.
+DIRECTORY/checkpoints also contains the report of the run.
 """
 
 import json
 import os
 import pathlib
-import signal
 import sys
 import time
 
@@ -58,9 +55,6 @@ class Recorder(keras.callbacks.Callback):
 
 
 def main():
-    is_missing = KIND == "missing" and TASK == 2
-    if is_missing and CHECKPOINTS.exists() and any(CHECKPOINTS.glob("[0-9]*")):
-        os.kill(os.getpid(), signal.SIGKILL)
     keras.utils.set_random_seed(3)
     strategy = ks.MultiWorkerMirroredStrategy()
     x = np.random.default_rng(0).normal(size=(STEPS_PER_EPOCH * BATCH, 4))

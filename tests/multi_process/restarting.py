@@ -8,9 +8,8 @@ import sys
 import time
 
 import numpy as np
-import pytest
 
-from keras_strategies.reporting.document import compute_goodput, load_report
+from keras_strategies.reporting.document import load_report
 from tests.support.commands import WITHOUT_PACKAGES
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -92,29 +91,14 @@ def wait_for_checkpoint(directory, process):
 
 
 def check_report(directory, num_steps):
-    """Checks the report against the steps that the script has recorded.
+    """Checks that the report has an entry for each start of the run.
 
-    The report counts a step when its program has been started. The script
-    records a step before and after that, so without a kill in between the
-    numbers are equal.
+    It may have been written up to 30 seconds before a process was killed.
     """
     report = load_report(directory / "checkpoints")
     assert report["num_steps"] == num_steps
-    repeated = report["num_repeated"]
-    begun, ended = (
-        count_steps(directory, name) - num_steps for name in ("begun", "steps")
-    )
-    print(
-        f"{report['num_starts']} starts, computed twice: {repeated} in the "
-        f"report, {ended} ended and {begun} begun by hand"
-    )
-    assert ended <= repeated <= begun
     starts = report["starts"]
     assert len(starts) == report["num_starts"]
-    assert repeated == sum(
-        before["last_step"] - after["first_step"]
-        for before, after in zip(starts, starts[1:], strict=False)
-    )
-    assert compute_goodput(report) == pytest.approx(
-        num_steps / (num_steps + repeated)
-    )
+    assert starts[-1]["last_step"] == num_steps
+    begun = count_steps(directory, "begun") - num_steps
+    assert 0 <= report["num_repeated"] <= begun

@@ -201,7 +201,7 @@ def check_checkpoints(directory):
     kept = {path.name for path in directory.iterdir()}
     steps = {name for name in kept if name.isdecimal()}
     assert len(steps) == 5
-    assert kept - steps == {".lock", ".run_report_step", "run_report.json"}
+    assert kept - steps == {".lock", "run_report.json"}
     assert all((directory / step / "manifest.json").exists() for step in steps)
 
 

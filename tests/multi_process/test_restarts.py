@@ -62,21 +62,3 @@ def test_twenty_kills_at_random_times(tmp_path):
     assert log.count("; restart ") >= 20
     np.testing.assert_array_equal(found, expected)
     check_report(tmp_path / "killed", 600)
-
-
-@pytest.mark.slow
-def test_a_job_continues_with_two_of_three_processes(tmp_path):
-    whole = launch(tmp_path / "whole", 3, epochs=4, kind="plain")
-    expected, _ = finish(whole, tmp_path / "whole")
-    options = ("--max-restarts", "9", "--min-processes", "2")
-    job = launch(tmp_path / "fewer", 3, *options, epochs=4, kind="missing")
-    try:
-        wait_for_steps(tmp_path / "fewer", 15, job)
-        assert kill(job, lambda pids: pids[1])
-    finally:
-        found, log = finish(job, tmp_path / "fewer")
-    assert "with 2 processes, from the checkpoint of step " in log
-    assert count_steps(tmp_path / "fewer") >= 40
-    check_report(tmp_path / "fewer", 40)
-    # Without Dropout, whose draws depend on the number of replicas.
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)

@@ -69,8 +69,6 @@ def test_new_shapes_are_named():
         Loop().run(report, batches(9, lengths=(3, 4, 5)))
     assert "compiles the step for new shapes" in report.figures["advice"]
     assert "(4, 5, 3)" in report.figures["advice"]
-    # Without a directory, and with one process.
-    assert "processes" not in report.figures
 
 
 def test_a_loop_that_goes_on_counts_repeated_steps(tmp_path):

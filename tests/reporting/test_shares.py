@@ -106,16 +106,7 @@ def test_a_last_execution_of_fewer_steps():
     )
     causes = [one["cause"] for one in figures["compilations"]["causes"]]
     assert "a last execution of 3 steps" in causes
-    assert "for a last execution of 3 steps: choose" in figures["advice"]
-    assert "shapes" not in figures["advice"]
-
-
-def test_steps_that_run_together_already():
-    figures = Stopwatch().fit(
-        make_model(steps_per_execution=16), *rows(4 * 16 * 400), batch_size=4
-    )
-    assert figures["steps_per_program"] == 16
-    assert "steps_per_execution=16" not in figures["advice"]
+    assert "new shapes (a last execution of 3 steps): pad" in figures["advice"]
 
 
 def test_steps_that_run_eagerly():
@@ -188,7 +179,7 @@ def test_causes_of_hundreds_of_arrays_are_short(tmp_path):
 
 
 def test_a_number_that_no_float_holds_is_one_line(tmp_path, capsys):
-    report = document.add_start(None, 0.0, 0, None)
+    report = document.add_start(None, 0.0, 0)
     figures = document.EMPTY | {"rows_per_sec": 10**400}
     document.save_report(
         tmp_path, document.update_start(report, 5, figures, is_done=True)

@@ -120,8 +120,9 @@ def _check_jax(
     part, has_devices = check_jax("Devices", None, environ, timeout_s)
     # A cluster that has neither `info` nor `error` is checked as a job, because
     # JAX itself reads the variables.
-    is_alone = cluster is None or cluster.error
-    if is_alone or (cluster.info and not cluster.address) or not has_devices:
+    if cluster is None or cluster.error or not has_devices:
+        return [part]
+    if cluster.info and not cluster.address:
         return [part]
     return [part, check_jax("Job", cluster, environ, timeout_s)[0]]
 

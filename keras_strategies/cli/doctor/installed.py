@@ -21,7 +21,7 @@ from keras_strategies.cli.doctor.findings import (
 from keras_strategies.cluster.checks import read_timeout
 from keras_strategies.cluster.exchange.job_secret import VARIABLE, read_secret
 from keras_strategies.gpu.xla_flags import read_flags
-from keras_strategies.job import compilation_cache, mutual_tls
+from keras_strategies.job import mutual_tls
 from keras_strategies.names import versions
 from keras_strategies.names.versions import is_switched_on
 
@@ -95,7 +95,7 @@ def check_variables(
     rows = [(name, environ[name]) for name in _SHOWN if environ.get(name)]
     if environ.get(VARIABLE):
         rows.append((VARIABLE, "set (not shown)"))
-    findings = [*_check_keras(environ), *_check_cache(environ)]
+    findings = list(_check_keras(environ))
     jax = versions.parse_version(get_version("jax") or "")
     read_tls = functools.partial(
         mutual_tls.read_mutual_tls, is_supported=jax >= mutual_tls.MIN_JAX
@@ -110,16 +110,6 @@ def check_variables(
             if read is read_tls and value:
                 rows.append(("mutual TLS", "on"))
     return Part(title="Environment", rows=tuple(rows), findings=tuple(findings))
-
-
-def _check_cache(environ: Mapping[str, str]) -> Iterator[Finding]:
-    found = compilation_cache.find_problem(environ)
-    if found:
-        yield warning(
-            "Compiled programs are not cached, so a restarted job compiles "
-            f"them again: {found}.",
-            compilation_cache.FIX,
-        )
 
 
 def _check_keras(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -1,6 +1,5 @@
 """The command `keras-strategies launch`: runs a cluster on this machine."""
 
-import importlib.machinery
 import json
 import os
 import pathlib
@@ -26,10 +25,6 @@ from keras_strategies.job.progress_pipe import Progress
 
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _HOST = "127.0.0.1"
-# Two pipes for output, one for reports of progress, and one through which the
-# process learns that the launcher ends the job or has died.
-_FILES_PER_PROCESS = 4
-_OTHER_FILES = 64
 _WRONG_ARGUMENTS = 2
 _MAX_PROCESSES = 4096
 
@@ -43,7 +38,6 @@ def launch(
     platform: str = "cpu",
     has_evaluator: bool = False,
     max_restarts: int = 0,
-    min_processes: int | None = None,
 ) -> int:
     """Runs a script in several processes of one cluster, and waits for them.
 
@@ -62,8 +56,6 @@ def launch(
         the cluster. The first process of the cluster is then a "chief".
       max_restarts: How often to start the job again, from its last checkpoint,
         after a process has failed; see `RestartRules`.
-      min_processes: The least number of processes to restart with, if some
-        cannot start. None: always restart with `num_processes`.
 
     Returns:
       The exit code: 0 on success, 130 after Ctrl-C, 2 for invalid arguments.
@@ -72,10 +64,7 @@ def launch(
     """
     command = list(command[1:] if command[:1] == ["--"] else command)
     problem = (
-        find_problem(
-            command, is_module, num_processes, devices_per_process, platform
-        )
-        or _find_restart_problem(max_restarts, min_processes, num_processes)
+        find_problem(command, num_processes, devices_per_process, platform)
         or find_gpu_problem(os.environ, platform, num_processes + has_evaluator)
         or _find_flags_problem(os.environ)
     )
@@ -86,20 +75,16 @@ def launch(
     # A secret that is generated for this job lets the processes authenticate
     # each other.
     environ = {job_secret.VARIABLE: job_secret.make()} | os.environ
-    environments: list[dict[str, str]] = []
+    names = make_task_names(num_processes, has_evaluator=has_evaluator)
 
-    def run(count: int, without: int | None, progress: Progress) -> JobEnd:
-        nonlocal environments
-        if without is not None:
-            environ.update(release_gpus(environments, without))
+    def run(progress: Progress) -> JobEnd:
         settings: dict[str, str] = {}
         if max_restarts:  # The process that saves checkpoints warns.
             settings = compilation_cache.make_settings(environ, warns=False)
-        names = make_task_names(count, has_evaluator=has_evaluator)
         environments = make_environments(
             environ | settings,
             names,
-            [f"{_HOST}:{port}" for port in find_free_ports(count)],
+            [f"{_HOST}:{port}" for port in find_free_ports(num_processes)],
             num_devices=devices_per_process or 1,
             platform=platform,
         )
@@ -108,17 +93,11 @@ def launch(
         )
         return run_job(words, environments, names, progress)
 
-    return run_with_restarts(
-        run,
-        num_processes,
-        max_restarts=max_restarts,
-        min_processes=min_processes or num_processes,
-    )
+    return run_with_restarts(run, max_restarts=max_restarts)
 
 
 def find_problem(
     command: Sequence[str],
-    is_module: bool,
     num_processes: int,
     devices_per_process: int | None,
     platform: str,
@@ -145,63 +124,10 @@ def find_problem(
             f"Received: --platform {platform}. Omit one of the two options."
         )
     if not command:
-        kind = "a module after -m" if is_module else "a script"
         return (
-            f"{kind} is missing. Specify what the processes run, for example "
-            "`keras-strategies launch --processes 2 train.py`."
+            "a script or a module is missing. Specify what the processes run, "
+            "for example `keras-strategies launch --processes 2 train.py`."
         )
-    return _find_command_problem(command[0], is_module) or _find_limit_problem(
-        num_processes
-    )
-
-
-def _find_restart_problem(
-    max_restarts: int, min_processes: int | None, num_processes: int
-) -> str:
-    if max_restarts < 0:
-        return (
-            f"--max-restarts must be 0 or more. Received: {max_restarts}. "
-            "Pass, for example, --max-restarts 5."
-        )
-    if min_processes is None:
-        return ""
-    if not max_restarts:
-        return (
-            "--min-processes needs --max-restarts. Received: --min-processes "
-            f"{min_processes}. Add, for example, --max-restarts 5."
-        )
-    if not 1 <= min_processes <= num_processes:
-        return (
-            "--min-processes must be from 1 to the number of processes, which "
-            f"is {num_processes}. Received: {min_processes}."
-        )
-    return ""
-
-
-def _find_command_problem(name: str, is_module: bool) -> str:
-    if is_module:
-        # Looks up only the root package, because searching in it would import
-        # it.
-        path = [os.getcwd(), *sys.path]
-        root = name.split(".")[0]
-        known = {*sys.builtin_module_names, *sys.modules}
-        find = importlib.machinery.PathFinder.find_spec
-        if root in known or find(root, path) is not None:
-            return ""
-        return (
-            f"the module {name!r} does not exist. Install it, or run this "
-            "command in the directory that contains it."
-        )
-    path = pathlib.Path(name)
-    if not path.exists():
-        return (
-            f"the file {name!r} does not exist in {os.getcwd()!r}. Pass the "
-            "path of a Python script, after all options."
-        )
-    if path.is_dir() and not (path / "__main__.py").exists():
-        return f"{name!r} is a directory. Pass the path of a Python script."
-    if not os.access(path, os.R_OK):
-        return f"{name!r} cannot be read. Change its permissions."
     return ""
 
 
@@ -210,23 +136,6 @@ def _find_flags_problem(environ: Mapping[str, str]) -> str:
         return read_flags(environ) and ""
     except ValueError as error:
         return str(error)
-
-
-def _find_limit_problem(num_processes: int) -> str:
-    import resource  # This module does not exist on Windows.
-
-    needed = _FILES_PER_PROCESS * num_processes + _OTHER_FILES
-    limit, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    if maximum == unlimited or needed <= maximum:
-        if limit != unlimited and needed > limit:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, maximum))
-        return ""
-    return (
-        f"{num_processes} processes need {needed} open files. Received: a "
-        f"limit of {maximum}. Raise the limit (`ulimit -n`), or start fewer "
-        "processes."
-    )
 
 
 def make_task_names(num_processes: int, *, has_evaluator: bool) -> list[str]:
@@ -345,23 +254,6 @@ def assign_gpus(
             gpus = [names[int(gpu)].strip() for gpu in gpus]
         assigned[-1][VISIBLE] = ",".join(gpus)
     return assigned
-
-
-def release_gpus(
-    environments: Sequence[Mapping[str, str]], without: int
-) -> dict[str, str]:
-    """Returns the variable that leaves out the GPUs of one process, or {}.
-
-    Args:
-      environments: What `assign_gpus` returned.
-      without: The number of the process.
-    """
-    kept = [
-        environ[LOCAL_IDS]
-        for index, environ in enumerate(environments)
-        if index != without and LOCAL_IDS in environ
-    ]
-    return {LOCAL_IDS: ",".join(kept)} if kept else {}
 
 
 def _choose_gpus(

@@ -8,7 +8,7 @@ at which to perform them.
 import collections
 import contextlib
 import dataclasses
-import functools
+import errno
 import signal
 import sys
 import time
@@ -60,8 +60,6 @@ class Ending:
       process: The number of the process.
       code: The exit status; -n if signal n killed the process.
       sent: The signals that the launcher had sent to the process.
-      grace_s: The time from SIGTERM to SIGKILL, in seconds, if the launcher had
-        sent both.
       name: The name of the process in messages; "" for "process" and its
         number.
     """
@@ -69,7 +67,6 @@ class Ending:
     process: int
     code: int
     sent: tuple[int, ...] = ()
-    grace_s: float | None = None
     name: str = ""
 
     @property
@@ -101,14 +98,8 @@ class Ending:
         name = self.name or f"process {self.process}"
         if -self.code != signal.SIGKILL or signal.SIGKILL not in self.sent:
             return f"{name} {describe_exit(self.code)}"
-        reason = (
-            "after another process had ended"
-            if self.grace_s is None
-            else f"{self.grace_s:.2g} s after SIGTERM"
-        )
         return (
-            f"{name} was killed by this launcher, because it was still running "
-            f"{reason}"
+            f"{name} was killed by this launcher, because it was still running"
         )
 
 
@@ -123,16 +114,12 @@ class JobEnd:
         process failed.
       is_final: Whether the launcher was asked to end the job, or can no longer
         write its output.
-      num_started: The number of processes that could be started.
-      num_errors: The number of processes that ended by an error of their own.
     """
 
     code: int
     text: str = ""
     cause: Ending | None = None
     is_final: bool = False
-    num_started: int
-    num_errors: int = 0
 
 
 def run_job(
@@ -193,8 +180,8 @@ class _Job:
         self._progress = progress
         self._children: list[Child] = []
         self._endings: list[Ending] = []
-        # The signals sent to each process, with the time of the first one.
-        self._sent = collections.defaultdict[int, dict[int, float]](dict)
+        # The signals sent to each process.
+        self._sent = collections.defaultdict[int, set[int]](set)
         self._output = Output()
         self._signals: list[int] = []
         self._plan: list[tuple[float, Action]] = []
@@ -215,7 +202,7 @@ class _Job:
             for child in self._children:
                 child.close(_SHOW_S)
         if problem:
-            return JobEnd(code=1, text=problem, num_started=len(self._children))
+            return JobEnd(code=1, text=problem)
         return self._conclude()
 
     def _start(
@@ -282,19 +269,15 @@ class _Job:
             self._answer(ending)
         while self._signals:
             self._obey(self._signals.pop(0))
-        if self._output.is_closed and not self._is_unread:
+        if self._output.error is not None and not self._is_unread:
             self._is_unread = True
             self._follow((0.0, signal.SIGTERM), (1.0, signal.SIGKILL))
 
     def _describe_ending(self, child: Child) -> Ending:
-        sent, grace = self._sent[child.index], None
-        if signal.SIGTERM in sent and signal.SIGKILL in sent:
-            grace = sent[signal.SIGKILL] - sent[signal.SIGTERM]
         return Ending(
             process=child.index,
             code=child.code or 0,
-            sent=tuple(sent),
-            grace_s=grace,
+            sent=tuple(self._sent[child.index]),
             name="the evaluator" if child.name == "evaluator" else "",
         )
 
@@ -356,29 +339,25 @@ class _Job:
                     line = cause.describe() if cause else "the job ends"
                     child.send_line(line)
                 else:
-                    self._sent[child.index].setdefault(action, now)
+                    self._sent[child.index].add(action)
                     child.send(action)
 
     def _conclude(self) -> JobEnd:
         """Determines why the job ended."""
-        cause, problem = find_first_cause(self._endings), self._output.problem
-        end = functools.partial(
-            JobEnd,
-            cause=cause,
-            num_started=len(self._children),
-            num_errors=sum(ending.is_error for ending in self._endings),
-        )
+        cause = find_first_cause(self._endings)
         if self._is_interrupted:
             text = "interrupted"
-            return end(code=ExitCode.INTERRUPTED, text=text, is_final=True)
-        if self._is_unread or (problem and cause is None):
-            code = _FAILED_OUTPUT if problem else _CLOSED_OUTPUT
-            return end(code=code, text=problem, is_final=True)
+            return JobEnd(code=ExitCode.INTERRUPTED, text=text, is_final=True)
+        if self._output.error is not None:
+            is_closed = self._output.error.errno == errno.EPIPE
+            code = _CLOSED_OUTPUT if is_closed else _FAILED_OUTPUT
+            text = f"the output cannot be written: {self._output.error}"
+            return JobEnd(code=code, text=text * (not is_closed), is_final=True)
         if cause is None:
-            return end(code=0, is_final=True)
-        text = _ENDS.get(cause.code) or cause.describe()
-        code = cause.code if cause.code > 0 else 128 - cause.code
-        if problem:
-            text = f"{problem}; {text}"
-        is_final = bool(problem) or self._is_told_to_end
-        return end(code=code, text=text, is_final=is_final)
+            return JobEnd(code=0, is_final=True)
+        return JobEnd(
+            code=cause.code if cause.code > 0 else 128 - cause.code,
+            text=_ENDS.get(cause.code) or cause.describe(),
+            cause=cause,
+            is_final=self._is_told_to_end,
+        )

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import errno
 import os
 import select
 import signal
@@ -24,7 +23,6 @@ _CHUNK = 65536
 _MAX_LINE = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _STDOUT, _STDERR = 1, 2
-_NAMES = {_STDOUT: "stdout", _STDERR: "stderr"}
 
 
 class Output:
@@ -32,47 +30,33 @@ class Output:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._errors: dict[int, OSError] = {}
+        self._closed: set[int] = set()
+        self.error: OSError | None = None
         self.num_lines = 0
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether stdout or stderr can no longer be written to."""
-        return bool(self._errors)
 
     @property
     def is_writing(self) -> bool:
         """Whether a line is being written, which a slow reader can delay."""
         return self._lock.locked()
 
-    @property
-    def problem(self) -> str:
-        """The error that writing to stdout or stderr raised; "" if none did.
-
-        A closed pipe (`| head`) does not count as an error.
-        """
-        for file, error in self._errors.items():
-            if error.errno != errno.EPIPE:
-                return f"{_NAMES[file]} cannot be written: {error.strerror}"
-        return ""
-
     def write(self, file: int, line: bytes) -> None:
         """Writes a line to stdout (1) or stderr (2).
 
-        After an error, further lines for that file are dropped, and `is_closed`
-        is true.
+        After an error, further lines for that file are dropped, and `error` is
+        the first one.
         """
         with self._lock:
             self.num_lines += 1
             view = memoryview(line)
-            while view and file not in self._errors:
+            while view and file not in self._closed:
                 try:
                     view = view[os.write(file, view) :]
                 except BlockingIOError:
                     # Another process has made the file non-blocking.
                     select.select([], [file], [])
                 except OSError as error:
-                    self._errors[file] = error
+                    self._closed.add(file)
+                    self.error = self.error or error
 
 
 class Child:

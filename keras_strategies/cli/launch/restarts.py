@@ -19,47 +19,25 @@ _CHECKPOINTS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Restart:
-    """The decision to start a job again.
-
-    Attributes:
-      num_processes: The number of processes to start.
-      without: The number of the process that is left out; None if none is.
-      wait_s: The time to wait before the start, in seconds.
-    """
-
-    num_processes: int
-    without: int | None = None
-    wait_s: float
-
-
 class RestartRules:
     """Decides whether a job that has ended is started again.
 
     Args:
       maximum: The largest number of restarts.
-      min_processes: The least number of processes of the cluster. If a process
-        cannot start, the job continues with fewer processes.
     """
 
-    def __init__(self, maximum: int, min_processes: int) -> None:
+    def __init__(self, maximum: int) -> None:
         self._max = maximum
-        self._min_processes = min_processes
         self.num_restarts = 0
         # How the job ended before: its end and step, and how often it ended so
-        # in a row; the process that ended before its first step; the newest
-        # checkpoint.
+        # in a row; the newest checkpoint.
         self._end: tuple[int | None, int | None] | None = None
         self._num_equal_ends = 0
-        self._never_started: int | None = None
         self._checkpoint: int | None = None
         self._num_in_vain = 0
 
-    def decide(
-        self, end: JobEnd, progress: Progress, num_processes: int
-    ) -> Restart | str:
-        """Returns how to start the job again, or why this is not done.
+    def decide(self, end: JobEnd, progress: Progress) -> float | str:
+        """Returns the seconds until the job is started again, or why it is not.
 
         The reason is "" if it needs no explanation.
 
@@ -67,24 +45,18 @@ class RestartRules:
           end: The end of the job.
           progress: What the processes have reported; `step` only since the job
             was last started.
-          num_processes: The number of processes of the cluster.
         """
-        if end.is_final or not self._max:
+        if end.is_final or self._max <= 0:
             return ""
         if self.num_restarts == self._max:
             return f"the limit of {self._max} restarts is reached"
         if progress.has_trained and not progress.has_directory:
             return _CHECKPOINTS
         reason = self._find_problem(end, progress)
-        without = self._choose_omitted(end, progress, num_processes)
-        if reason and without is None:
+        if reason:
             return reason
         self.num_restarts += 1
-        return Restart(
-            num_processes=self._count(end, num_processes, without),
-            without=without,
-            wait_s=self._back_off(progress),
-        )
+        return self._back_off(progress)
 
     def _find_problem(self, end: JobEnd, progress: Progress) -> str:
         """Returns what would happen again, because the script is at fault."""
@@ -96,8 +68,6 @@ class RestartRules:
         self._num_equal_ends *= self._end == before
         self._num_equal_ends += 1
         where = f" after step {step}" if step else ""
-        if is_error and end.num_errors > 1 and not progress.has_trained:
-            return f"the script failed in {end.num_errors} processes"
         if is_error and self._num_equal_ends >= _MAX_ERRORS:
             return f"the script failed twice{where}"
         if self._num_equal_ends >= _MAX_EQUAL_ENDS:
@@ -106,40 +76,6 @@ class RestartRules:
                 f"{where or ' before the first step'}"
             )
         return ""
-
-    def _choose_omitted(
-        self, end: JobEnd, progress: Progress, num_processes: int
-    ) -> int | None:
-        """Returns a process that twice in a row ended before its first step.
-
-        If it raised an error, it must be the only one that did: otherwise the
-        script is at fault.
-        """
-        failed = None
-        if end.cause is not None and progress.step is None:
-            is_shared = end.cause.is_error and end.num_errors > 1
-            failed = None if is_shared else end.cause.process
-        before, self._never_started = self._never_started, failed
-        is_omitted = (
-            failed is not None
-            and failed == before
-            and failed < num_processes  # It is not the evaluator.
-            and num_processes > self._min_processes
-        )
-        if not is_omitted:
-            return None
-        self._never_started = None
-        self._num_equal_ends = 1
-        return failed
-
-    def _count(
-        self, end: JobEnd, num_processes: int, without: int | None
-    ) -> int:
-        if without is not None:
-            return num_processes - 1
-        if self._min_processes <= end.num_started < num_processes:
-            return end.num_started
-        return num_processes
 
     def _back_off(self, progress: Progress) -> float:
         """Returns how long to wait: longer, if no checkpoint was added."""
@@ -151,60 +87,39 @@ class RestartRules:
 
 
 def run_with_restarts(
-    run: Callable[[int, int | None, Progress], JobEnd],
-    num_processes: int,
+    run: Callable[[Progress], JobEnd],
     *,
     max_restarts: int,
-    min_processes: int,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Runs a job, and starts it again if it fails and this is worthwhile.
 
     Args:
-      run: A function that runs the job once. Its arguments are the number of
-        processes, the process of the last call to leave out (or None), and the
-        record for reports of progress.
-      num_processes: The number of processes of the cluster.
+      run: A function that runs the job once. Its argument is the record for
+        reports of progress.
       max_restarts: The largest number of restarts.
-      min_processes: See `RestartRules`.
       sleep: A function that waits for a number of seconds.
 
     Returns:
       The exit code of the job's last run.
     """
-    rules = RestartRules(max_restarts, min_processes)
-    progress, without = Progress(), None
+    rules, progress = RestartRules(max_restarts), Progress()
     while True:
         progress = dataclasses.replace(progress, step=None)
-        end = run(num_processes, without, progress)
-        decision = rules.decide(end, progress, num_processes)
+        end = run(progress)
+        decision = rules.decide(end, progress)
         if isinstance(decision, str):
             if end.text:
                 reason = f" It is not restarted: {decision}." * bool(decision)
                 print_line(f"{end.text}; the job has ended.{reason}")
             return end.code
+        step, checkpoint = progress.step, progress.checkpoint
+        after = "" if step is None else f" after step {step}"
+        start = f"from the checkpoint of step {checkpoint}"
+        if checkpoint is None:
+            start = "from the beginning"
         print_line(
-            f"{end.text}{_describe_step(progress)}; restart "
-            f"{rules.num_restarts} of {max_restarts} "
-            f"{_describe_start(decision, num_processes, progress)}."
+            f"{end.text}{after}; restart {rules.num_restarts} of "
+            f"{max_restarts} in {decision:.0f} s, {start}."
         )
-        sleep(decision.wait_s)
-        num_processes, without = decision.num_processes, decision.without
-
-
-def _describe_step(progress: Progress) -> str:
-    return "" if progress.step is None else f" after step {progress.step}"
-
-
-def _describe_start(
-    restart: Restart, num_processes: int, progress: Progress
-) -> str:
-    parts = [f"in {restart.wait_s:.0f} s"]
-    if restart.num_processes < num_processes:
-        parts.append(f"with {restart.num_processes} processes")
-    parts.append(
-        "from the beginning"
-        if progress.checkpoint is None
-        else f"from the checkpoint of step {progress.checkpoint}"
-    )
-    return ", ".join(parts)
+        sleep(decision)

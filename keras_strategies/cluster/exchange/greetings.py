@@ -20,7 +20,7 @@ HELLO_KINDS = {
 }
 _OURS = {"job": lambda job: job == HELLO}
 MAX_BYTES = 65_536
-_MAX_SHOWN, _MAX_TEXT = 160, 4000
+_MAX_TEXT = 4000
 # The upper bound of process numbers, of counts of processes, and of times in
 # seconds.
 MAX = 2**31
@@ -29,19 +29,12 @@ MAX = 2**31
 # The roles of the senders of proofs. Sender and receiver must use the same
 # texts, because both include them in the hash.
 PROCESS_0, PROCESS, _SENDS = "process 0", "process", "process 0 tells"
-SAME = (
+OTHER_SECRET = (
     f"All processes of a job must have the same {VARIABLE}, or it must be "
-    "unset in all of them. "
-)
-SET = (
-    "Set it to the same value in all of them. The command "
-    f"`{job_secret.MAKE}` prints a new value."
-)
-NOT_THERE = f"{SAME}It is set in process 0, but not in this process. {SET}"
-ONLY_HERE = f"{SAME}It is set in this process, but not in process 0. {SET}"
-ANOTHER = (
-    f"{SAME}Process 0 has a different value. {SET} If the values are "
-    "equal, check whether another job uses the address of process 0."
+    "unset in all of them. Received: another one in process 0 than in this "
+    "process, or only one of them has it. Set it to the same value in all of "
+    f"them. The command `{job_secret.MAKE}` prints a new value. If the values "
+    "are equal, check whether another job uses the address of process 0."
 )
 
 
@@ -77,12 +70,6 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
         return load_form(text, _OURS, max_characters=MAX_BYTES)
     except ValueError:
         return None
-
-
-def shorten_ascii(value: object) -> str:
-    """Returns a value's ASCII repr for an error message, truncated."""
-    text = ascii(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def clean_text(text: str) -> str:

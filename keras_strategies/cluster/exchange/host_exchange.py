@@ -299,15 +299,14 @@ class Agreement:
             if _is_compiling is not None and _is_compiling():
                 end = time.monotonic() + timeout_s
                 continue
-            rule, fix = _choose_rule([self._name])
             raise Stalled(
                 f"Process {process} did not take part in {self._name} "
-                f"within {timeout_s:.0f} s. {rule} Received: "
-                f"nothing from process {process} in round {number}; this "
-                f"process is in {_describe_call(self._name, self._sent)}. "
-                f"{fix} If that process has no error but needs more "
-                "time, for example to read its data, set the environment "
-                f"variable {TIMEOUT} to a larger number of seconds."
+                f"within {timeout_s:.0f} s. Received: nothing from process "
+                f"{process} in round {number}; this process is in "
+                f"{_describe_call(self._name, self._sent)}. {_FIX} If that "
+                "process has no error but needs more time, for example to read "
+                f"its data, set the environment variable {TIMEOUT} to a larger "
+                "number of seconds."
             )
 
     def _make_key(self, number: int | str, process: int | str) -> str:
@@ -325,19 +324,14 @@ def _describe_calls(
     processes: tuple[int, ...], messages: list[tuple[str, str]]
 ) -> str:
     """Describes the agreements, by name and text, that processes are in."""
-    rule, fix = _choose_rule([name for name, _ in messages])
+    rule, fix = _SAME_CALLS, _FIX
+    if any(name == CREATING for name, _ in messages):
+        rule, fix = SAME_VARIABLES, SAME_VARIABLES_FIX
     calls = ", ".join(
         f"{clean_text(_describe_call(*message))} (process {process})"
         for process, message in zip(processes, messages, strict=True)
     )
     return f"{rule} Received: {calls}. {fix}"
-
-
-def _choose_rule(names: list[str]) -> tuple[str, str]:
-    """Returns the broken rule and its fix for agreements of these names."""
-    if CREATING in names:
-        return SAME_VARIABLES, SAME_VARIABLES_FIX
-    return _SAME_CALLS, _FIX
 
 
 def _describe_call(name: str, text: str) -> str:

@@ -51,9 +51,6 @@ class Secret:
         message = "\n".join(parts).encode() + b"\n" + content
         return hmac.new(self._key, message, hashlib.sha256).hexdigest()
 
-    def __repr__(self) -> str:
-        return "Secret(...)"
-
 
 def is_same(proof: object, expected: str) -> bool:
     """Compares a proof with the expected one, in constant time."""
@@ -63,12 +60,7 @@ def is_same(proof: object, expected: str) -> bool:
 
 
 def make() -> str:
-    """Makes a new random secret, and returns its text."""
-    return secrets.token_hex(_NONCE_BYTES)
-
-
-def make_nonce() -> str:
-    """Returns a new random number, in hexadecimal digits, to be used once."""
+    """Returns a new random secret, or a nonce, in hexadecimal digits."""
     return secrets.token_hex(_NONCE_BYTES)
 
 

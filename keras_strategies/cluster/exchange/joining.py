@@ -6,10 +6,9 @@ from typing import Any
 
 from keras_strategies.cluster.exchange import job_secret
 from keras_strategies.cluster.exchange.greetings import (
-    ANOTHER,
     MAX,
     MAX_BYTES,
-    ONLY_HERE,
+    OTHER_SECRET,
     PROCESS,
     PROCESS_0,
     clean_text,
@@ -88,7 +87,7 @@ class _Guest:
           hello: The first message, which describes this process.
           end: The deadline, in seconds on the `time.monotonic` clock.
         """
-        nonce = job_secret.make_nonce()
+        nonce = job_secret.make()
         line = encode_line(hello | ({"nonce": nonce} if self._secret else {}))
         self._connection.sendall(line)
         text, num_bytes = b"", 0
@@ -126,14 +125,14 @@ class _Guest:
         Returns the text of an error if the secrets differ.
         """
         if "left_s" in message or "verdict" in message:
-            return ONLY_HERE
+            return OTHER_SECRET
         if not job_secret.is_nonce(message.get("nonce")):
             raise ConnectionError("an answer from a different service")
         nonces = message["nonce"], nonce
         if not job_secret.is_same(
             message.get("proof"), secret.prove(PROCESS_0, nonces, hello)
         ):
-            return ANOTHER
+            return OTHER_SECRET
         self._nonces = nonces
         proof = secret.prove(PROCESS, nonces, hello)
         self._connection.sendall(encode_line({"proof": proof}))

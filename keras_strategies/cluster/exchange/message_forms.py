@@ -1,7 +1,7 @@
 """Checks that JSON messages have the structure that a `Form` describes."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import UnionType
 from typing import Any, TypeGuard
 
@@ -44,29 +44,14 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def find_problem(value: object, form: Form, name: str = "it") -> str | None:
-    """Describes the first mismatch between a JSON value and a form.
-
-    Returns None if the value has the form.
+    """Returns a problem's description if a JSON value does not have a form.
 
     Args:
       value: A value that `load_json` returned.
       form: See `Form`.
       name: The value's name, for the returned text.
     """
-    if isinstance(form, dict):
-        return _find_entry_problem(value, form, name)
-    if isinstance(form, list):
-        if not isinstance(value, list):
-            return f"{name} is not an array"
-        return _find_first_problem(value, form * len(value), name)
-    if isinstance(form, tuple):
-        if not isinstance(value, list) or len(value) != len(form):
-            return f"{name} is not an array of {len(form)} values"
-        return _find_first_problem(value, form, name)
-    if isinstance(form, Either):
-        problems = [find_problem(value, one, name) for one in form.forms]
-        return None if None in problems else problems[-1]
-    return None if _is_simple(value, form) else f"{name} has a wrong value"
+    return None if _has_form(value, form) else f"{name} has a wrong structure"
 
 
 def load_form(
@@ -138,42 +123,31 @@ def read_messages(
     return received
 
 
-def _find_entry_problem(
-    value: object, form: dict[str, Form], name: str
-) -> str | None:
-    if not isinstance(value, dict):
-        return f"{name} is not an object"
-    for key, inner in form.items():
-        entry = key.removesuffix("?")
-        if entry in value:
-            problem = find_problem(value[entry], inner, f"{name}[{entry!r}]")
-        else:
-            is_optional = key != entry
-            problem = None if is_optional else f"{name} has no {entry!r}"
-        if problem is not None:
-            return problem
-    return None
-
-
-def _find_first_problem(
-    values: Sequence[Any], forms: Sequence[Form], name: str
-) -> str | None:
-    for index, (value, form) in enumerate(zip(values, forms, strict=True)):
-        problem = find_problem(value, form, f"{name}[{index}]")
-        if problem is not None:
-            return problem
-    return None
-
-
-def _is_simple(value: object, form: Form) -> bool:
+def _has_form(value: Any, form: Form) -> bool:
+    if isinstance(form, Either):
+        return any(_has_form(value, one) for one in form.forms)
     if isinstance(form, UnionType):
-        return any(_is_simple(value, one) for one in form.__args__)
+        return any(_has_form(value, one) for one in form.__args__)
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(
+            _has_entry(value, key, inner) for key, inner in form.items()
+        )
+    if isinstance(form, list | tuple):
+        if not isinstance(value, list):
+            return False
+        forms = form * len(value) if isinstance(form, list) else form
+        is_such = len(value) == len(forms)
+        return is_such and all(map(_has_form, value, forms))
     if form is None or form is type(None):
         return value is None
-    if form is object:
-        return True
     if isinstance(form, type):
         kinds = (int, float) if form is float else (form,)
-        return type(value) in kinds
-    is_such: Callable[[Any], object] = form
-    return bool(is_such(value))
+        return form is object or type(value) in kinds
+    return bool(form(value))
+
+
+def _has_entry(value: dict[str, Any], key: str, form: Form) -> bool:
+    entry = key.removesuffix("?")
+    if entry not in value:
+        return key != entry
+    return _has_form(value[entry], form)

@@ -28,22 +28,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keras_strategies.cluster.addresses import join_few
+from keras_strategies.cluster.addresses import join_few, shorten
 from keras_strategies.cluster.exchange import job_secret
 from keras_strategies.cluster.exchange.greetings import (
     MAX,
     MAX_BYTES,
-    NOT_THERE,
+    OTHER_SECRET,
     PROCESS,
     PROCESS_0,
-    SAME,
-    SET,
     clean_text,
     encode_line,
     parse_hello,
     parse_line,
     prove_message,
-    shorten_ascii,
 )
 from keras_strategies.cluster.exchange.job_secret import VARIABLE, Secret
 from keras_strategies.cluster.exchange.joining import join
@@ -156,7 +153,6 @@ class _Host:
         self._pending: dict[socket.socket, _Pending] = {}
         # Identified connections, with the nonces for signing messages to them.
         self._joined: dict[socket.socket, tuple[str, str]] = {}
-        self._unproved: set[int] = set()
         self._problem = ""
         if hello["problem"]:
             self._problem = f"{self._name(0)}: {hello['problem']}"
@@ -256,12 +252,11 @@ class _Host:
             self._admit(connection, hello, pending.nonces)
             return
         if nonce is None:
-            self._note_unproved(hello)
-            self._send(connection, {"verdict": NOT_THERE})
+            self._send(connection, {"verdict": OTHER_SECRET})
             self._drop(connection)
             return
         pending.hello, pending.line = hello, text
-        pending.nonces = job_secret.make_nonce(), nonce
+        pending.nonces = job_secret.make(), nonce
         proof = self._secret.prove(PROCESS_0, pending.nonces, text)
         challenge = {"nonce": pending.nonces[0], "proof": proof}
         self._send(connection, challenge)
@@ -307,10 +302,7 @@ class _Host:
 
     def _find_problem(self, process: int, hello: dict[str, Any]) -> str:
         if "nonce" in hello and self._secret is None:
-            return (
-                f"{SAME}It is set in {self._name(process)}, but not in process "
-                f"0. {SET}"
-            )
+            return f"{self._name(process)}: {OTHER_SECRET}"
         if hello["count"] != self._count:
             return (
                 "All processes must expect the same number of processes. "
@@ -333,10 +325,10 @@ class _Host:
         mine, other = self._hellos[0]["facts"], hello["facts"]
         for name in sorted(mine.keys() | other.keys()):
             if mine.get(name) != other.get(name):
+                here, there = shorten(mine.get(name)), shorten(other.get(name))
                 return (
                     f"All processes must have the same {clean_text(name)}. "
-                    f"Received: {shorten_ascii(mine.get(name))} in process 0, "
-                    f"{shorten_ascii(other.get(name))} in "
+                    f"Received: {here} in process 0, {clean_text(there)} in "
                     f"{self._name(process)}. Start all processes with the "
                     "same script in the same environment."
                 )
@@ -346,18 +338,12 @@ class _Host:
         missing = [i for i in range(self._count) if i not in self._hellos]
         if not missing:
             return ""
-        unproved = [self._name(i) for i in missing if i in self._unproved]
-        names, others = join_few([self._name(i) for i in missing]), ""
-        if unproved:
-            others = (
-                f" except from a process that claimed to be "
-                f"{join_few(unproved)}, but did not prove that it knows the "
-                f"job's {VARIABLE}"
-            )
+        names = join_few([self._name(i) for i in missing])
+        secret = f" They must have its {VARIABLE}." if self._secret else ""
         return (
             f"All {self._count} processes must start within {timeout_s:.0f} s. "
-            f"Received: nothing from {names}{others}. Read their logs, and "
-            "check that they were started and can reach process 0."
+            f"Received: nothing from {names}. Read their logs, and check that "
+            f"they were started and can reach process 0.{secret}"
         )
 
     def _name(self, process: int) -> str:
@@ -379,15 +365,8 @@ class _Host:
 
     def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
-        pending = self._pending.pop(connection)
-        if pending.hello is not None:
-            self._note_unproved(pending.hello)
+        del self._pending[connection]
         connection.close()
-
-    def _note_unproved(self, hello: dict[str, Any]) -> None:
-        # Any client may claim any number, but the set must stay bounded.
-        if 0 <= hello["process"] < self._count:
-            self._unproved.add(hello["process"])
 
     def _close(self) -> None:
         for connection in [*self._pending, *self._joined]:

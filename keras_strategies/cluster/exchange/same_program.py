@@ -88,7 +88,7 @@ def trace_program(program: Any, args: tuple[Any, ...]) -> Traced | None:
     if key in _compared.setdefault(program, set()):
         return None
     closed = program.trace(*args).jaxpr
-    for value, _ in _iter_constants(closed):
+    for value in _iter_constants(closed):
         _check_captured(value)
     text = _describe_program(closed)
     return Traced(program=program, key=key, text=text, closed=closed)
@@ -143,28 +143,20 @@ def _describe_program(closed: "ClosedJaxpr") -> str:
     # Addresses of Python objects differ between processes, so they are
     # removed.
     lines = [_ADDRESS.sub("", str(closed.jaxpr))]
-    lines += [_describe_constant(v) for v, _ in _iter_constants(closed)]
+    lines += [_describe_constant(v) for v in _iter_constants(closed)]
     return "\n".join(lines)
 
 
 def _iter_constants(
     closed: "ClosedJaxpr | Jaxpr",
-) -> Iterator[tuple[Any, "JaxprEqn | None"]]:
-    """Yields all constant arrays of a program, including nested programs.
-
-    With each comes the first equation that reads it, if there is one.
-    """
-    jaxpr: Any = getattr(closed, "jaxpr", closed)
-    for name, value in zip(
-        jaxpr.constvars, getattr(closed, "consts", ()), strict=False
-    ):
-        readers = (e for e in jaxpr.eqns if name in e.invars)
-        yield value, next(readers, None)
-    for equation in jaxpr.eqns:
+) -> Iterator[Any]:
+    """Yields all constant arrays of a program, including nested programs."""
+    yield from getattr(closed, "consts", ())
+    for equation in getattr(closed, "jaxpr", closed).eqns:
         for operand in equation.invars:
             literal = getattr(operand, "val", 0)
             if np.ndim(literal):
-                yield literal, equation
+                yield literal
         for inner in _iter_inner(equation):
             yield from _iter_constants(inner)
 
@@ -251,11 +243,9 @@ def _show_line(traced: Traced, number: int) -> str:
     if number < len(lines):
         line, _, place = lines[number].partition(" # ")
         shown = f"`{_ADDRESS.sub('', line).strip()[:_MAX_SHOWN]}`"
-        num_before = sum(x.endswith(f" # {place}") for x in lines[:number])
-        position = _locate(traced.closed, place, num_before)
+        position = _locate(traced.closed, place)
     elif constants:
-        ((value, equation),) = constants
-        shown, position = _show_constant(value), _locate_user(equation)
+        return _show_constant(constants[0])
     else:
         return "nothing more"
     return f"{shown}{position and f' at {position}'}"
@@ -265,31 +255,30 @@ def _show_constant(value: Array) -> str:
     text = _describe_constant(value)
     if len(text.split()) < 3:
         return text
-    values = np.asarray(value).ravel()
-    first = ", ".join(map(str, values[:_MAX_VALUES].tolist()))
-    more = ", ..." * (values.size > _MAX_VALUES)
-    return f"{text.rpartition(' ')[0]} of the values {first}{more}"
+    first = np.asarray(value).ravel()[:_MAX_VALUES].tolist()
+    shown = ", ".join(map(str, first))
+    return f"{text.rpartition(' ')[0]} of the first values {shown}"
 
 
-def _locate(closed: "ClosedJaxpr", place: str, num_before: int) -> str:
+def _locate(closed: "ClosedJaxpr", place: str) -> str:
     """Returns the line of user code that an equation comes from, or "".
 
     Args:
       closed: The program.
       place: The equation's place as JAX prints it: "FILE:LINE:COLUMN (NAME)".
         The file may be one of Keras.
-      num_before: The number of earlier equations from the same place.
     """
 
     def is_there(frame: Any) -> bool:
         return place.startswith(f"{frame.file_name}:{frame.line_num}:")
 
-    equations = _iter_equations(closed)
-    there = [e for e in equations if any(map(is_there, _list_frames(e)))]
-    return _locate_user(there[: num_before + 1][-1]) if there else ""
+    for equation in _iter_equations(closed):
+        if any(map(is_there, _list_frames(equation))):
+            return _locate_user(equation)
+    return ""
 
 
-def _locate_user(equation: "JaxprEqn | None") -> str:
+def _locate_user(equation: "JaxprEqn") -> str:
     for frame in _list_frames(equation):
         if is_user_code(frame.file_name):
             name = frame.function_name.rpartition(".")[2]
@@ -297,6 +286,5 @@ def _locate_user(equation: "JaxprEqn | None") -> str:
     return ""
 
 
-def _list_frames(equation: "JaxprEqn | None") -> list[Any]:
-    info = getattr(equation, "source_info", None)
-    return list(getattr(getattr(info, "traceback", None), "frames", ()))
+def _list_frames(equation: "JaxprEqn") -> list[Any]:
+    return list(getattr(equation.source_info.traceback, "frames", ()))

@@ -39,22 +39,6 @@ _MAX_SHARED = 256
 # The numbers of Keras's names: they count the layers that a process has
 # created, which may differ between processes.
 _NUMBER = re.compile(r"_\d+(?=[_/]|$)")
-# For each field of a `Note`, the likely cause if it is the first that differs.
-_CAUSES = {
-    "path": (
-        "another class, other arguments (such as `momentum`) or another order "
-        "of layers, metrics or optimizers, or a variable that only some "
-        "processes create"
-    ),
-    "shape": "another size of a layer",
-    "dtype": "another dtype or dtype policy",
-    "trainable": "a layer that only some processes freeze",
-    "initializer": (
-        "another initializer or initial value, such as the learning rate, a "
-        "`variable_partitioner` that depends on more than a variable's path, "
-        "shape and dtype, or another version of JAX"
-    ),
-}
 # The notes since the last comparison, by the processes that compare them.
 _notes: dict[tuple[int, ...], list["Note"]] = {}
 # The agreements in which values were shared since the last comparison.
@@ -194,28 +178,14 @@ def _describe_difference(
     received = read_messages(
         texts, form, processes=processes, about="different variables"
     )
-    others = [
-        one and Note(**{name: clean_text(one[name]) for name in names})
-        for one in received
-    ]
     groups: dict[str, list[int]] = {}
-    for process, other in zip(processes, others, strict=True):
-        text = f"variable {other}" if other else "no further variable"
+    for process, other in zip(processes, received, strict=True):
+        text = "no further variable"
+        if other:
+            found = {name: clean_text(other[name]) for name in names}
+            text = f"variable {Note(**found)}"
         groups.setdefault(text, []).append(process)
     shown = "; ".join(
         f"{text} in {name_processes(group)}" for text, group in groups.items()
     )
-    return (
-        f"{SAME_VARIABLES} Received: {shown}. Likely cause: "
-        f"{_find_cause(others)}. {SAME_VARIABLES_FIX}"
-    )
-
-
-def _find_cause(variables: list[Note | None]) -> str:
-    keys = [variable.get_key() for variable in variables if variable]
-    if len(keys) == len(variables):
-        columns = zip(*keys, strict=True)
-        for cause, column in zip(_CAUSES.values(), columns, strict=True):
-            if len(set(column)) > 1:
-                return cause
-    return _CAUSES["path"]
+    return f"{SAME_VARIABLES} Received: {shown}. {SAME_VARIABLES_FIX}"

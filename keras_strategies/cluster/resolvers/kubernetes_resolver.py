@@ -2,10 +2,9 @@
 
 In each pod of an indexed Job or JobSet, Kubernetes sets the variables with the
 pod's index and name. The manifest must set the other variables; their names
-are those that JAX, MaxText and Kubeflow's JAXJob use.
+are those that JAX uses.
 """
 
-import dataclasses
 import enum
 import importlib
 from collections.abc import Mapping, Sequence
@@ -25,28 +24,13 @@ from keras_strategies.cluster.resolvers.resolver import (
 from keras_strategies.cluster.spec import ClusterSpec
 
 _LABELS = {"worker": ["job-name=tensorflow"]}
-_INDICES = ("JOB_COMPLETION_INDEX", "PROCESS_ID")
-_COUNTS = ("JAX_PROCESS_COUNT", "NUM_PROCESSES")
-_COORDINATORS = ("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS")
-_PORTS = ("JAX_COORDINATOR_PORT", "COORDINATOR_PORT")
+_INDEX = "JOB_COMPLETION_INDEX"
+_COUNT = "JAX_PROCESS_COUNT"
+_COORDINATOR = "JAX_COORDINATOR_ADDRESS"
+_PORT = "JAX_COORDINATOR_PORT"
 _POD = "HOSTNAME"
 _JOB_SET = "JOBSET_NAME"
 _SETTER = "Kubernetes in the pods of an indexed Job, or by their manifest"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PodOfJob:
-    """One pod of an indexed Job.
-
-    Attributes:
-      index: The pod's index, in [0, count).
-      count: The number of pods in the Job.
-      coordinator: `host:port` of pod 0.
-    """
-
-    index: int
-    count: int
-    coordinator: str
 
 
 class KubernetesExecutableLocation(enum.Enum):
@@ -109,7 +93,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
     Raises:
       ImportError: if `kubernetes` is not installed, and no client is passed.
-      ValueError: if `executable_location` or `tf_server_port` is invalid.
+      ValueError: if `tf_server_port` is invalid.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/KubernetesClusterResolver
@@ -129,14 +113,14 @@ class KubernetesClusterResolver(ClusterResolver):
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._port = check_port(tf_server_port, "`tf_server_port`")
-        self._labels = _check_labels(job_to_label_mapping)
+        self._labels = job_to_label_mapping or _LABELS
         self._rpc_layer = rpc_layer
         self._environ = environ
         self._client = override_client
         self._is_job = (
             not job_to_label_mapping
             and override_client is None
-            and has_job_variables(self._environ_now)
+            and bool(self._environ_now.get(_INDEX))
         )
         if not self._is_job and override_client is None:
             self._client = _make_client(executable_location)
@@ -149,7 +133,7 @@ class KubernetesClusterResolver(ClusterResolver):
           ValueError: if a variable is invalid.
         """
         if self._is_job:
-            return ClusterSpec({"worker": {0: self._read().coordinator}})
+            return ClusterSpec({"worker": {0: self._find_coordinator()}})
         listed = self._list_addresses
         return ClusterSpec(
             {
@@ -161,23 +145,40 @@ class KubernetesClusterResolver(ClusterResolver):
     @property
     def num_processes(self) -> int | None:
         """The number of pods in an indexed Job; None if labels are used."""
-        return self._read().count if self._is_job else None
+        return self._read_count() if self._is_job else None
 
     def _find_task_type(self) -> str | None:
         return "worker" if self._is_job else None
 
     def _find_task_id(self) -> int | None:
-        return self._read().index if self._is_job else None
+        return self._read_index() if self._is_job else None
 
-    def _find_address(
-        self, task_type: str | None, task_id: int | None
-    ) -> str | None:
-        if self._is_job and (task_type is None or task_id is None):
-            task_type, task_id = "worker", 0
-        return super()._find_address(task_type, task_id)
+    def _read_count(self) -> int:
+        environ = self._environ_now
+        if not environ.get(_COUNT):
+            raise RuntimeError(
+                f"{_COUNT} not found in environment. A pod cannot detect how "
+                f"many pods its Job has. Set {_COUNT} in the manifest to the "
+                "Job's `parallelism` (docs/clusters.md)."
+            )
+        return read_number(environ, _COUNT, "the manifest", minimum=1)
 
-    def _read(self) -> PodOfJob:
-        return read_pod_of_job(self._environ_now, self._port)
+    def _read_index(self) -> int:
+        maximum = self._read_count() - 1
+        return read_number(self._environ_now, _INDEX, _SETTER, maximum=maximum)
+
+    def _find_coordinator(self) -> str:
+        """Returns the address of pod 0."""
+        environ, port = self._environ_now, self._port
+        if environ.get(_PORT):
+            port = read_port(environ, _PORT, "the manifest")
+        address = environ.get(_COORDINATOR) or _name_pod_0(
+            environ, self._read_index()
+        )
+        if address.rpartition("]")[2].count(":") != 1:
+            address = join_address(address, port)
+        check_address(address, "pod 0")
+        return address
 
     def _list_addresses(self, selector: str) -> list[str]:
         """Returns the addresses of matching pods, sorted by pod name."""
@@ -196,69 +197,20 @@ class KubernetesClusterResolver(ClusterResolver):
         return [join_address(_read_ip(pod), self._port) for pod in pods]
 
 
-def has_job_variables(environ: Mapping[str, str]) -> bool:
-    """Returns whether this is a pod of an indexed Job or of a JAXJob."""
-    is_jax_job = bool(environ.get("PROCESS_ID")) and any(
-        environ.get(name) for name in _COORDINATORS
-    )
-    return bool(environ.get("JOB_COMPLETION_INDEX")) or is_jax_job
-
-
-def read_pod_of_job(environ: Mapping[str, str], port: int) -> PodOfJob:
-    """Reads the pod's index, its Job's size and the coordinator's address.
-
-    Args:
-      environ: The environment variables.
-      port: The port of pod 0, unless a variable specifies another port.
-
-    Raises:
-      RuntimeError: if a variable is missing.
-      ValueError: if a variable is invalid.
-    """
-    name = _find_first(environ, _COUNTS)
-    if name is None:
-        raise RuntimeError(
-            f"{_COUNTS[0]} not found in environment. A pod cannot detect how "
-            f"many pods its Job has. Set {_COUNTS[0]} in the manifest to the "
-            "Job's "
-            "`parallelism` (docs/clusters.md)."
-        )
-    count = read_number(environ, name, "the manifest", minimum=1)
-    name = _find_first(environ, _INDICES) or _INDICES[0]
-    index = read_number(environ, name, _SETTER, maximum=count - 1)
-    name = _find_first(environ, _PORTS)
-    if name is not None:
-        port = read_port(environ, name, "the manifest")
-    coordinator = _find_coordinator(environ, index, port)
-    check_address(coordinator, "pod 0")
-    return PodOfJob(index=index, count=count, coordinator=coordinator)
-
-
-def _find_coordinator(environ: Mapping[str, str], index: int, port: int) -> str:
-    name = _find_first(environ, _COORDINATORS)
-    if name is not None:
-        address = environ[name]
-        has_port = address.rpartition("]")[2].count(":") == 1
-        return address if has_port else join_address(address, port)
+def _name_pod_0(environ: Mapping[str, str], index: int) -> str:
     # The pods of an indexed Job are named job-0, job-1, ...; the pods of a
     # JobSet have the DNS names job-0.jobset, ...
     pod, job_set = environ.get(_POD, ""), environ.get(_JOB_SET, "")
     job, dash, number = pod.rpartition("-")
     if not job_set or not dash or number != str(index):
         raise RuntimeError(
-            f"{_COORDINATORS[0]} not found in environment. Every pod needs the "
+            f"{_COORDINATOR} not found in environment. Every pod needs the "
             f"address of pod 0. Received: {_POD}={shorten(pod)}, "
-            f"{_JOB_SET}={shorten(job_set)}. Set {_COORDINATORS[0]} in the "
+            f"{_JOB_SET}={shorten(job_set)}. Set {_COORDINATOR} in the "
             "manifest to the name of pod 0 in the headless service, or "
             f"{_JOB_SET} to the JobSet's name (docs/clusters.md)."
         )
-    return join_address(f"{job}-0.{job_set}", port)
-
-
-def _find_first(
-    environ: Mapping[str, str], names: tuple[str, ...]
-) -> str | None:
-    return next((name for name in names if environ.get(name)), None)
+    return f"{job}-0.{job_set}"
 
 
 def _read_ip(pod: Any) -> str:
@@ -279,24 +231,6 @@ def _make_client(location: KubernetesExecutableLocation) -> Any:
         ) from error
     if location == KubernetesExecutableLocation.OFF_CLUSTER:
         config.load_kube_config()
-    elif location == KubernetesExecutableLocation.WITHIN_CLUSTER:
-        config.load_incluster_config()
     else:
-        raise ValueError(
-            "`executable_location` must be a `KubernetesExecutableLocation`. "
-            f"Received: {shorten(location)}. Pass WITHIN_CLUSTER in a pod, "
-            "or OFF_CLUSTER elsewhere."
-        )
+        config.load_incluster_config()
     return client.CoreV1Api()
-
-
-def _check_labels(labels: object) -> Mapping[str, Sequence[str]]:
-    if not labels:
-        return _LABELS
-    is_mapping = isinstance(labels, Mapping)
-    if not is_mapping or any(isinstance(v, str) for v in labels.values()):
-        raise TypeError(
-            "`job_to_label_mapping` must map jobs to lists of label selectors. "
-            f"Received: {shorten(labels)}. Pass, for example, {_LABELS}."
-        )
-    return labels

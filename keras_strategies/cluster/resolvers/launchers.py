@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 
 from keras_strategies.cluster.resolvers.kubernetes_resolver import (
     KubernetesClusterResolver,
-    has_job_variables,
 )
 from keras_strategies.cluster.resolvers.resolver import ClusterResolver
 from keras_strategies.cluster.resolvers.slurm_resolver import (
@@ -48,8 +47,6 @@ class Launcher:
 
     def has_started(self, environ: Mapping[str, str]) -> bool:
         """Returns whether the launcher has set its variables."""
-        if self.resolver is KubernetesClusterResolver:
-            return has_job_variables(environ)
         return all(map(environ.get, self.variables.split()[: self.num_marks]))
 
 
@@ -77,9 +74,8 @@ LAUNCHERS = (
     Launcher(
         "Kubernetes",
         "JOB_COMPLETION_INDEX JAX_PROCESS_COUNT JAX_COORDINATOR_ADDRESS "
-        "JAX_COORDINATOR_PORT JOBSET_NAME PROCESS_ID NUM_PROCESSES "
-        "COORDINATOR_ADDRESS",
-        0,
+        "JAX_COORDINATOR_PORT JOBSET_NAME",
+        1,
         "KubernetesClusterResolver()",
         KubernetesClusterResolver,
     ),

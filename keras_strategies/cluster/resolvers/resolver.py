@@ -178,6 +178,9 @@ class ClusterResolver(abc.ABC):
         self, task_type: str | None, task_id: int | None
     ) -> str | None:
         """Returns the address for `master`; None if `master` returns ""."""
+        is_partial = self.num_processes is not None
+        if is_partial and (task_type is None or task_id is None):
+            task_type, task_id = "worker", 0
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:

@@ -107,7 +107,14 @@ def place_tasks(
     if environ.get(_HOST) in dict(hosts) and environ.get(_LOCAL_ID):
         actual = environ[_HOST], read_number(environ, _LOCAL_ID, SETTER)
         if places[rank] != actual:
-            raise _make_place_error(environ, rank, places[rank], actual)
+            distribution = shorten(environ.get(_DISTRIBUTION, "block"))
+            raise RuntimeError(
+                "SLURM must distribute the tasks as 'block', 'cyclic' or "
+                f"'plane'. Received: the distribution {distribution}, and task "
+                f"{rank} at {shorten(actual)}, not at {places[rank]}. Start "
+                "the program with `srun -m block`, or use TF_CONFIG and "
+                "TFConfigClusterResolver."
+            )
     return places
 
 
@@ -179,20 +186,3 @@ def _deal(
         for host, count in hosts
         for local in range(first, min(first + round_size, count))
     ]
-
-
-def _make_place_error(
-    environ: Mapping[str, str],
-    rank: int,
-    expected: tuple[str, int],
-    actual: tuple[str, int],
-) -> RuntimeError:
-    distribution = shorten(environ.get(_DISTRIBUTION, "block"))
-    return RuntimeError(
-        "SLURM must distribute the tasks as 'block', 'cyclic' or 'plane'. "
-        f"Received: task {rank}, which runs as task {actual[1]} on host "
-        f"{shorten(actual[0])}. According to the distribution {distribution}, "
-        f"it must run as task {expected[1]} on host {shorten(expected[0])}. "
-        "Start the program with `srun -m block`, or use TF_CONFIG and "
-        "TFConfigClusterResolver."
-    )

@@ -5,6 +5,7 @@ therefore quote only the invalid value, truncated, and never the entire text.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,17 +24,10 @@ MAX_CHARACTERS = 1 << 20
 """The maximum length of TF_CONFIG."""
 
 # Keys that tf or its Estimators read, and those of Google's AI Platform.
-_KEYS_BESIDE_A_CLUSTER = {
-    "task",
-    "rpc_layer",
-    "session_master",
-    "eval_session_master",
-    "service",
-    "model_dir",
-    "environment",
-    "job",
-    "trial",
-}
+_KEY_BESIDE_A_CLUSTER = re.compile(
+    "task|rpc_layer|session_master|eval_session_master|service|model_dir|"
+    "environment|job|trial"
+)
 _EXAMPLE = (
     'Write it as {"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
     '"task": {"type": "worker", "index": 0}}.'
@@ -124,12 +118,8 @@ class TFConfigClusterResolver(ClusterResolver):
         """The argument `environment` of the constructor."""
         return self._environment
 
-    @ClusterResolver.task_type.getter
-    def task_type(self) -> str | None:
-        """Returns the job that was set, else the one in TF_CONFIG."""
-        if self._task_type is None:
-            return self._read().task_type
-        return str(self._task_type)
+    def _find_task_type(self) -> str | None:
+        return self._read().task_type
 
     @ClusterResolver.task_id.getter
     def task_id(self) -> int | None:
@@ -243,7 +233,9 @@ def has_one_task(spec: ClusterSpec) -> bool:
 
 def _check_keys(config: dict[str, Any]) -> None:
     """Raises an error if another key than "cluster" may contain the cluster."""
-    unknown = [key for key in config if key not in _KEYS_BESIDE_A_CLUSTER]
+    unknown = [
+        key for key in config if not _KEY_BESIDE_A_CLUSTER.fullmatch(key)
+    ]
     if not unknown:
         return
     raise ValueError(

@@ -18,8 +18,8 @@ from keras_strategies.cluster.spec import ClusterSpec
 _SETTER = "torchrun"
 _HOST = "MASTER_ADDR"
 _PORT = "MASTER_PORT"
-_PROCESS_ID = "RANK"
-_NUM_PROCESSES = "WORLD_SIZE"
+_RANK = "RANK"
+_COUNT = "WORLD_SIZE"
 _LOCAL_RANK = "LOCAL_RANK"
 _JAX_PORT = "JAX_COORDINATOR_PORT"
 # torchrun sets this variable if its own agent listens on MASTER_PORT.
@@ -83,25 +83,14 @@ class TorchrunClusterResolver(ClusterResolver):
     @property
     def num_processes(self) -> int:
         """The number of training processes: the value of WORLD_SIZE."""
-        return read_number(
-            self._environ_now, _NUM_PROCESSES, _SETTER, minimum=1
-        )
+        return read_number(self._environ_now, _COUNT, _SETTER, minimum=1)
 
     def _find_task_type(self) -> str:
         return "worker"
 
     def _find_task_id(self) -> int:
         last = self.num_processes - 1
-        return read_number(
-            self._environ_now, _PROCESS_ID, _SETTER, maximum=last
-        )
-
-    def _find_address(
-        self, task_type: str | None, task_id: int | None
-    ) -> str | None:
-        if task_type is None or task_id is None:
-            task_type, task_id = "worker", 0
-        return super()._find_address(task_type, task_id)
+        return read_number(self._environ_now, _RANK, _SETTER, maximum=last)
 
     @property
     def local_rank(self) -> int:

@@ -28,11 +28,10 @@ class UnionResolver(ClusterResolver):
         resolver's.
       rpc_layer: The protocol that `master()` prepends to addresses. None: the
         first resolver's.
-      **unexpected: Any other keyword raises ValueError.
 
     Raises:
       TypeError: if an argument is not a `ClusterResolver`.
-      ValueError: if no resolver is passed, or an unknown keyword is passed.
+      ValueError: if no resolver is passed.
     """
 
     def __init__(
@@ -41,14 +40,7 @@ class UnionResolver(ClusterResolver):
         task_type: str | None = None,
         task_id: int | None = None,
         rpc_layer: str | None = None,
-        **unexpected: object,
     ) -> None:
-        if unexpected:
-            raise ValueError(
-                "`UnionResolver` accepts only the keywords task_type, task_id "
-                f"and rpc_layer. Received: {shorten(sorted(unexpected))}. "
-                "Remove them."
-            )
         if not resolvers:
             raise ValueError(
                 "At least one ClusterResolver is required. Pass the resolvers "
@@ -110,10 +102,8 @@ class UnionResolver(ClusterResolver):
     @property
     def num_processes(self) -> int | None:
         """The first `num_processes` that is not None, among all resolvers."""
-        for resolver in self._resolvers:
-            if resolver.num_processes is not None:
-                return resolver.num_processes
-        return None
+        counts = (resolver.num_processes for resolver in self._resolvers)
+        return next((count for count in counts if count is not None), None)
 
     @property
     def environment(self) -> str | None:

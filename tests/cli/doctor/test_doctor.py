@@ -31,7 +31,6 @@ from tests.support.combinations import combine
 from tests.support.commands import python
 
 ROOT = pathlib.Path(__file__).parents[3]
-FILE = __file__
 NOT_OF_CHILDREN = ("KERAS_", "JAX_", "XLA_", "TF_")
 
 
@@ -95,7 +94,6 @@ def test_report_of_one_process():
     assert "2 x cpu" in shown
     assert re.search(r"all-reduce, 4 MiB [\d.]+ ms over 2 devices", shown)
     assert "An all-reduce over this machine's devices is correct." in shown
-    assert "import keras_strategies" in shown
 
 
 @pytest.mark.parametrize(
@@ -265,24 +263,13 @@ def test_packages_of_other_versions_are_found(changed, expected):
             )
             for text in ("nan", "0", "-1", "soon", "")
         ),
-        *(
-            ({name: FILE}, ["warning: Compiled programs are not cached, so"])
-            for name in ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR")
-        ),
-        ({"JAX_COMPILATION_CACHE_DIR": "gs://bucket/directory"}, []),
-        (
-            {"XDG_CACHE_HOME": FILE, "JAX_ENABLE_COMPILATION_CACHE": "false"},
-            [],
-        ),
     ],
 )
-def test_variables(environ, expected, tmp_path):
-    environ = {"XDG_CACHE_HOME": str(tmp_path)} | environ
+def test_variables(environ, expected):
     found = wrong(installed.check_variables(environ))
     assert len(found) == len(expected)
     for text, beginning in zip(found, expected, strict=True):
         assert text.startswith(beginning)
-    assert not list(tmp_path.iterdir())
 
 
 # Clusters.

@@ -73,22 +73,21 @@ def test_one_without_it_says_so_and_keeps_nobody_out(address):
     )
     assert told == ["met", "met"]
     assert f"the same {VARIABLE}" in alone
-    assert "set in process 0, but not in this" in alone
 
 
 def test_process_0_says_who_did_not_prove_it(address):
     told, _ = run(address, [ONE, None], timeout_s=LIMIT)
-    assert "a process that claimed to be process 1, but did not" in told[0]
+    assert "nothing from process 1" in told[0]
     assert VARIABLE in told[0]
-    assert "not in this process" in told[1]
+    assert f"the same {VARIABLE}" in told[1]
 
 
 def test_only_the_others_have_it(address):
     told, _ = run(address, [None, ONE, None])
     assert f"the same {VARIABLE}" in told[0]
-    assert "set in process 1, but not in process 0" in told[0]
+    assert told[0].startswith("process 1: ")
     assert told[2] == told[0]
-    assert "set in this process, but not in" in told[1]
+    assert f"the same {VARIABLE}" in told[1]
 
 
 @pytest.mark.multi_process
@@ -97,9 +96,9 @@ def test_another_secret_is_another_job(address):
         address, [ONE, ONE], before=lambda: said_to(address, 1, OTHER)
     )
     assert told == ["met", "met"]
-    assert "Process 0 has a different value" in other
+    assert "another one in process 0 than in this" in other
     told, _ = run(address, [ONE, OTHER], timeout_s=LIMIT)
-    assert "a process that claimed to be process 1" in told[0]
+    assert "nothing from process 1" in told[0]
 
 
 def hello(**changed):
@@ -140,7 +139,7 @@ _EMPTY = b'{"proof": ""}'
 def test_strangers_who_claim_a_place_fail_no_job(address, changed, answer):
     def claim():
         with connected(address) as stranger:
-            nonce = exchange.job_secret.make_nonce()
+            nonce = exchange.job_secret.make()
             stranger.sendall(hello(**changed, nonce=nonce))
             if answer:
                 challenge = stranger.recv(65_536)
@@ -268,7 +267,7 @@ def test_the_secret_is_never_said(address):
 
     def listen():
         with connected(address) as stranger:
-            stranger.sendall(hello(nonce=exchange.job_secret.make_nonce()))
+            stranger.sendall(hello(nonce=exchange.job_secret.make()))
             heard.append(stranger.recv(65_536))
 
     told, _ = run(address, [Secret(text), Secret(text)], before=listen)
@@ -283,13 +282,6 @@ def test_a_secret_of_a_wrong_length_is_refused(text):
     with pytest.raises(ValueError, match=VARIABLE) as caught:
         read_secret({VARIABLE: text})
     assert text not in str(caught.value)
-
-
-def test_strangers_who_name_any_number_leave_nothing_behind(address):
-    host = exchange.rendezvous._Host(json.loads(hello(process=0)), (), ONE)
-    for process in (-1, 1, 2, 2**31):
-        host._note_unproved(json.loads(hello(process=process)))
-    assert host._unproved == {1}
 
 
 @pytest.mark.parametrize(
@@ -308,7 +300,7 @@ def test_no_secret_is_none():
 
 def test_ten_thousand_damaged_hellos(address):
     draw = random.Random(0)
-    good = hello(nonce=exchange.job_secret.make_nonce()).decode()
+    good = hello(nonce=exchange.job_secret.make()).decode()
     for _ in range(10_000):
         start = draw.randrange(len(good))
         piece = draw.choice(["", "[", '"', "nonce", "0", "é", "\\u0000"])

@@ -109,8 +109,4 @@ def test_an_array_is_shown_by_its_first_values():
         jax.jit(functools.partial(scaled, 1.5)), (np.ones(3, "float32"),)
     )
     shown = same_program._show_line(found, len(found.text.splitlines()) - 1)
-    line = scaled.__code__.co_firstlineno + 1
-    assert shown == (
-        "constant float32[3] of the values 1.5, 1.5, 1.5 at "
-        f"test_same_program.py:{line} in scaled"
-    )
+    assert shown == "constant float32[3] of the first values 1.5, 1.5, 1.5"

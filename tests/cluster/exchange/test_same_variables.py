@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from keras_strategies.cluster.exchange import same_variables
 from keras_strategies.cluster.exchange.same_variables import Note
 
 pytestmark = pytest.mark.quick
@@ -36,18 +35,3 @@ def changed(**fields):
 )
 def test_numbers_of_layers_and_lines_are_not_compared(other, is_same):
     assert (KERNEL.get_key() == other.get_key()) == is_same
-
-
-@pytest.mark.parametrize(
-    ("others", "cause"),
-    [
-        ([changed(shape="(4, 3)", dtype="int8")], "size of a layer"),
-        ([changed(dtype="bfloat16")], "dtype policy"),
-        ([changed(), changed(trainable="not trainable")], "processes freeze"),
-        ([changed(initializer="Zeros")], "learning rate"),
-        ([changed(path="a/bias", shape="()")], "class"),
-        ([None], "that only some processes create"),
-    ],
-)
-def test_the_first_field_that_differs_has_the_cause(others, cause):
-    assert cause in same_variables._find_cause([KERNEL, *others])

@@ -61,8 +61,7 @@ FIGURES = {
     "compilations": {
         "count": 2,
         "seconds": 3.0,
-        "step_seconds": 2.0,
-        "causes": [{"cause": "the first step", "count": 1, "seconds": 2.0}],
+        "causes": [{"cause": "the first step", "seconds": 2.0}],
     },
     "shares": {
         "input": 0.5,
@@ -83,7 +82,7 @@ def _show_report(environ):
     from keras_strategies.reporting import document
 
     with tempfile.TemporaryDirectory() as directory:
-        report = document.add_start(None, 1.7e9, 0, None)
+        report = document.add_start(None, 1.7e9, 0)
         report = document.update_start(report, 300, FIGURES, is_done=True)
         path = pathlib.Path(directory) / "run"
         path.mkdir()
