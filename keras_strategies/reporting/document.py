@@ -121,6 +121,9 @@ def describe_report(document: Document) -> dict[str, str]:
             f"{one['cause']}: {one['seconds']:.1f} s"
             for one in made["causes"][:3]
         ),
+        "slowest process": show(
+            "{slowest}, by {extra_ms:.3g} ms a step", "processes"
+        ),
         "restarts": f"{num_restarts}" if num_restarts else "",
         "steps computed twice": repeated,
         "advice": figures.get("advice", ""),

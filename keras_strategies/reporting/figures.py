@@ -1,6 +1,8 @@
 """Computes the figures of a report from what was recorded, and MFU."""
 
 import contextlib
+import math
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,11 +18,13 @@ from keras_strategies.names.phases import (
     PROGRAM,
     SAVE,
 )
+from keras_strategies.reporting.advice import AGAIN, EXECUTION, SHAPE
 from keras_strategies.reporting.recorder import COMPILE, REPORT, StepRecorder
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.tpu.chips import find_chip
+from keras_strategies.watchdog.failure_detector import Heartbeat
 
-_MAX_CAUSES = 20
+_MAX_CAUSES = 8
 _MS = 1e3
 
 Figures = dict[str, Any]
@@ -47,6 +51,9 @@ def compute_figures(recorder: StepRecorder, now: float) -> Figures:
     if recorder.executions:
         figures["input_ms"] = _MS * of[INPUT] / recorder.executions
         figures["idle"] = 1.0 - recorder.ahead / recorder.executions
+        figures["steps_per_program"] = (
+            recorder.launched - recorder.first_steps
+        ) / recorder.executions
     speed = compute_speed(recorder)
     if speed:
         median, p95 = np.quantile(
@@ -109,11 +116,21 @@ def compute_shares(recorder: StepRecorder, now: float) -> dict[str, float]:
 def _list_compilations(recorder: StepRecorder) -> dict[str, Any]:
     made = recorder.compilations
     longest = sorted(made.seconds, key=lambda name: -made.seconds[name])
+    repeated = (SHAPE, EXECUTION, AGAIN)
     return {
         "count": made.counts.total(),
         "seconds": sum(made.seconds.values()),
+        "step_seconds": sum(
+            spent
+            for name, spent in made.seconds.items()
+            if name.startswith(repeated)
+        ),
         "causes": [
-            {"cause": name, "seconds": made.seconds[name]}
+            {
+                "cause": name,
+                "count": made.counts[name],
+                "seconds": made.seconds[name],
+            }
             for name in longest[:_MAX_CAUSES]
         ],
     }
@@ -130,6 +147,42 @@ def pick_logs(figures: Mapping[str, Any]) -> dict[str, float]:
     if figures.get("shares"):
         logs["input_share"] = figures["shares"]["input"]
     return logs
+
+
+def compare_processes(heartbeats: Mapping[int, Heartbeat]) -> dict[str, Any]:
+    """Returns the figure "processes": which is slowest, and by how much.
+
+    Args:
+      heartbeats: The latest heartbeat of each process.
+
+    Returns:
+      A dict with the entry, or without it if fewer than two processes have
+      reported steps.
+    """
+    measured = {p: h for p, h in sorted(heartbeats.items()) if _is_measured(h)}
+    if len(measured) < 2:
+        return {}
+    local = {p: h.local_s / h.steps for p, h in measured.items()}
+    slowest = max(local, key=lambda p: local[p])
+    others = [seconds for p, seconds in local.items() if p != slowest]
+    extra = local[slowest] - statistics.median(others)
+    one = measured[slowest]
+    return {
+        "processes": {
+            "count": len(measured),
+            "slowest": slowest,
+            "extra_ms": _MS * extra,
+            "extra_share": min(extra * one.steps / one.steps_s, 1.0),
+            "input_ms": _MS * one.input_s / one.steps,
+            "input_share": min(one.input_s / one.steps_s, 1.0),
+        }
+    }
+
+
+def _is_measured(heartbeat: Heartbeat) -> bool:
+    times = heartbeat.steps_s, heartbeat.local_s, heartbeat.input_s
+    is_time = all(math.isfinite(x) and x >= 0 for x in times)
+    return is_time and heartbeat.steps > 0 and heartbeat.steps_s > 0
 
 
 _MAX_SHAPES = 8

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from threading import get_ident
@@ -67,6 +68,7 @@ class StepRecorder:
       saves: Number of checkpoints.
       shapes: The shapes of the batches.
       launched: Number of steps that were started.
+      first_steps: Number of steps of the start-up.
       times: The numbers of steps by their time, with three digits.
       steps: Number of steps of all windows.
       window_seconds: The seconds of all windows.
@@ -87,6 +89,7 @@ class StepRecorder:
         self.compilations = Compilations(
             self._find_cause, self._note_compiling, clock
         )
+        self._reading = threading.local()
         self.began_at = clock()
         self.started_at: float | None = None
         self.shapes: dict[Signature, ShapeCount] = {}
@@ -109,8 +112,9 @@ class StepRecorder:
 
     def _reset(self, now: float) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(_PHASES, 0.0)
-        self.window_seconds = 0.0
+        self.read_seconds = self.window_seconds = 0.0
         self.saves = self.ahead = self.executions = self.steps = 0
+        self.first_steps = self.launched
         self.times = collections.Counter[float]()
         # The number of steps and the time of the loop at the beginning of a
         # window; this time and the phases' seconds when a program was started.
@@ -125,7 +129,10 @@ class StepRecorder:
     def begin(self, name: str) -> None:
         """Implements `Recorder.begin`."""
         now = self._clock()
-        if name == READ or get_ident() != self._thread:
+        if name == READ:
+            self._reading.since = now
+            return
+        if get_ident() != self._thread:
             return
         if name in _OUTER:
             if not self._num_outer:
@@ -136,7 +143,10 @@ class StepRecorder:
     def end(self, name: str, result: Any) -> None:
         """Implements `Recorder.end`."""
         now = self._clock()
-        if name == READ or get_ident() != self._thread:
+        if name == READ:
+            self.read_seconds += now - self._reading.since
+            return
+        if get_ident() != self._thread:
             return
         open_phases = self._open
         _, since, inner = open_phases.pop()
@@ -288,6 +298,22 @@ class StepRecorder:
         elif self.steps:
             return
         self._window = self.launched, now - self.left_out
+
+    def measure_local(self) -> dict[str, Any]:
+        """Returns this process's steps and times, for `Heartbeat`."""
+        started, of = self.started_at, self.seconds
+        if started is None or not self.steps:
+            return {}
+        seconds = self._clock() - started - self.left_out
+        # The rest of the input is a wait for other processes' rows.
+        own = min(of[INPUT], self.read_seconds)
+        local = seconds - of[PROGRAM] - of[DEVICE] - of[INPUT] + own
+        return {
+            "steps": self.steps,
+            "steps_s": seconds,
+            "local_s": max(local, 0.0),
+            "input_s": own,
+        }
 
     # Compilations.
 

@@ -27,12 +27,14 @@ from keras_strategies.reporting import document as files
 from keras_strategies.reporting.advice import write_advice
 from keras_strategies.reporting.figures import (
     FlopsCounter,
+    compare_processes,
     compute_figures,
     compute_shares,
     compute_speed,
     pick_logs,
 )
 from keras_strategies.reporting.recorder import StepRecorder
+from keras_strategies.watchdog import watchdog
 
 _WRITE_S = 30.0
 
@@ -175,6 +177,9 @@ class RunReport(ReportCallback):
         self.figures = dict(files.EMPTY)
         self._stack.enter_context(recorder.compilations.listening())
         self._stack.enter_context(recording(recorder))
+        runner = watchdog.get_runner()
+        if runner is not None:
+            runner.measure_steps = recorder.measure_local
         per = 1 if model is None else model.steps_per_execution
         traces = directory and os.path.join(directory, "profile")
         self._stack.enter_context(profile_steps(self._profile, traces, per))
@@ -301,6 +306,12 @@ class RunReport(ReportCallback):
         finally:
             self._stack.close()
             self._recorder = None
+        runner = watchdog.get_runner()
+        if runner is not None:
+            # Later heartbeats repeat the last times, for a chief that ends
+            # later.
+            last = recorder.measure_local()
+            runner.measure_steps = lambda: last
         document = self._document if self.is_done else None
         if document is not None and self._is_chief and self._verbose:
             files.print_reports(Console(highlight=False), {"run": document})
@@ -327,6 +338,9 @@ class RunReport(ReportCallback):
         figures |= self._compute_flops(recorder)
         model = self._fitted
         figures["is_eager"] = model is not None and model.run_eagerly
+        heartbeats = watchdog.get_heartbeats()
+        if self._is_chief and heartbeats:
+            figures |= compare_processes(heartbeats)
         figures["advice"] = write_advice(figures)
         self.figures = figures
         self._write_at = time.monotonic() + _WRITE_S

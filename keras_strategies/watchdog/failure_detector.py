@@ -65,6 +65,12 @@ class Heartbeat:
         `Agreement`.
       where: The position of the process's main thread in the code.
       is_done: Whether the process's script has ended.
+      steps: The number of steps that `RunReport` has measured in this process;
+        0 if it measures none.
+      steps_s: The time of these steps, in seconds.
+      local_s: The part of it that this process spent outside of programs that
+        run over all processes, and not waiting for other processes.
+      input_s: The part of `local_s` that it waited for its own data.
     """
 
     number: int = 0
@@ -76,6 +82,10 @@ class Heartbeat:
     agrees_in_main: bool = False
     where: str = ""
     is_done: bool = False
+    steps: int = 0
+    steps_s: float = 0.0
+    local_s: float = 0.0
+    input_s: float = 0.0
 
     def to_json(self) -> str:
         """Encodes the heartbeat as JSON, to send it to other processes."""

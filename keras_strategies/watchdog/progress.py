@@ -11,7 +11,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -83,6 +83,8 @@ class ProgramRunner:
         # The number of `PreemptionNotice` contexts that are open. The code in
         # them saves first, and then raises `Preempted` itself.
         self.num_savers = 0
+        # `RunReport` measures steps.
+        self.measure_steps: Callable[[], Mapping[str, Any]] = dict
 
     def run(
         self,
@@ -159,6 +161,7 @@ class ProgramRunner:
             agrees_in_main=agrees_in_main,
             where=locate_thread(self._main),
             is_done=self.is_done,
+            **self.measure_steps(),
         )
 
     def _measure_comparing(self, now: float) -> float:

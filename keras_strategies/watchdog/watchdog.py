@@ -19,6 +19,7 @@ from keras_strategies.cluster.exchange.exit_codes import Cause
 from keras_strategies.watchdog import abort_delay, exit_hooks
 from keras_strategies.watchdog.failure_detector import (
     FailureDetector,
+    Heartbeat,
     make_death_cause,
 )
 from keras_strategies.watchdog.heartbeat_thread import (
@@ -120,6 +121,11 @@ def get_runner() -> ProgramRunner | None:
     return None if _watchdog is None else _watchdog.runner
 
 
+def get_heartbeats() -> dict[int, Heartbeat]:
+    """Returns the latest heartbeats by process, in process 0; {} in others."""
+    return {} if _watchdog is None else _watchdog.heartbeats
+
+
 class Watchdog:
     """The watchdog of this process, which `start` creates and starts.
 
@@ -149,6 +155,11 @@ class Watchdog:
         self._thread = threading.Thread(
             target=self._run, name="keras_strategies watchdog", daemon=True
         )
+
+    @property
+    def heartbeats(self) -> dict[int, Heartbeat]:
+        """The latest heartbeats by process; see `get_heartbeats`."""
+        return self._heartbeats.detector.heartbeats
 
     def start(self) -> None:
         """Starts the watchdog's thread and the heartbeat thread."""

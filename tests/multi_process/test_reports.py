@@ -1,4 +1,4 @@
-"""The reports of two processes, of which one is slower."""
+"""The report of two processes names the one that is slower."""
 
 import gzip
 import json
@@ -17,15 +17,19 @@ ROOM = "multi_process.reports"
 def job(tmp_path_factory):
     """A directory, and what the functions return in the two processes."""
     directory = tmp_path_factory.mktemp("job")
-    call = (f"{ROOM}:slow_input", directory)
-    return directory, values_of_each(2, call, devices=1)
+    calls = [(f"{ROOM}:slow_input", directory), (f"{ROOM}:slow_callback",)]
+    return directory, values_of_each(2, *calls, devices=1)
 
 
 @pytest.mark.slow
-def test_slow_input_of_one_process_is_waited_for(job):
-    directory, ((chief, other),) = job
+def test_slow_input_of_one_process_is_named(job):
+    directory, ((chief, other), _) = job
     figures = chief["figures"]
-    assert "waits for input: " in figures["advice"]
+    found = figures["processes"]
+    assert found["count"] == 2
+    assert found["slowest"] == 1
+    assert found["extra_ms"] > SLOW_S * 500
+    assert "waits for input on process 1: " in figures["advice"]
     # Both wait, but only one for its own rows.
     assert figures["shares"]["input"] > 0.3
     assert other["figures"]["shares"]["input"] > 0.3
@@ -52,3 +56,12 @@ def test_each_process_traces_the_same_steps(job):
         reads = [e["dur"] for e in events if e.get("name") == "read"]
         # In microseconds; the reading of process 1 is what both wait for.
         assert (max(reads) > SLOW_S * 9e5) == (process == 1)
+
+
+@pytest.mark.slow
+def test_a_slow_callback_of_one_process_is_named(job):
+    _, (_, (chief, _)) = job
+    found = chief["figures"]["processes"]
+    assert found["slowest"] == 1
+    assert found["extra_ms"] > SLOW_S * 500
+    assert "waits for process 1, which spends" in chief["figures"]["advice"]

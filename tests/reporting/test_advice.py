@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_strategies.reporting.advice import AGAIN, write_advice
+from keras_strategies.reporting.advice import write_advice
 from keras_strategies.reporting.document import EMPTY
 
 
@@ -11,8 +11,8 @@ def advice(*, input_ms=5.0, idle=1.0, causes=(), step_s=0.0, **changes):
         ("input", "callbacks", "program", "save", "compile", "evaluate"), 0.0
     )
     shares |= {"python": 0.0} | changes.pop("shares", {})
-    named = {"cause": causes[-1] if causes else AGAIN, "seconds": step_s}
-    made = EMPTY["compilations"] | {"causes": [named]}
+    made = EMPTY["compilations"] | {"step_seconds": step_s}
+    made["causes"] = [{"cause": one, "count": 1} for one in causes]
     figures = {"shares": shares, "seconds": 10.0, "compilations": made}
     figures |= {"step_ms": {"median": 2.0}, "saves": 3}
     return write_advice(
@@ -64,6 +64,24 @@ def advice(*, input_ms=5.0, idle=1.0, causes=(), step_s=0.0, **changes):
 )
 def test_the_largest_cause_is_named(shares, more, expected):
     assert advice(shares=shares, **more).startswith(expected)
+
+
+def test_the_slowest_process_is_named():
+    slow = {
+        **{"count": 4, "slowest": 3, "extra_ms": 41.0, "extra_share": 0.4},
+        **{"input_ms": 2.0, "input_share": 0.02},
+    }
+    shares = {"input": 0.02, "program": 0.9}
+    text = advice(shares=shares, processes=slow, input_ms=0.1)
+    assert text.startswith("38 % of the time waits for process 3, which spends")
+    # Nearly all of the time is input.
+    slow |= {"input_ms": 40.0, "input_share": 0.38}
+    text = advice(shares=shares, processes=slow, input_ms=0.1)
+    assert text.startswith("38 % of the time waits for input on process 3: ")
+    # All processes wait for their data.
+    slow |= {"extra_ms": 1.0, "extra_share": 0.01}
+    text = advice(shares=shares, processes=slow)
+    assert text.startswith("38 % of the time waits for input: ")
 
 
 def test_too_few_steps():

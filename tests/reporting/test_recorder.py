@@ -9,6 +9,7 @@ from keras_strategies.names.phases import (
     EVALUATE,
     INPUT,
     PROGRAM,
+    READ,
     SAVE,
 )
 from keras_strategies.reporting.figures import compute_figures
@@ -161,6 +162,26 @@ def test_the_work_of_the_report_is_no_part_of_callbacks():
     assert shares["callbacks"] == pytest.approx(0.0, abs=1e-9)
     assert shares["program"] == pytest.approx(1.0)
     assert speed["step_ms"]["mean"] == pytest.approx(10)
+
+
+def test_local_time_is_that_outside_of_programs_and_of_own_input():
+    loop = Loop()
+    recorder = loop.recorder
+    assert recorder.measure_local() == {}
+    recorder.compilations._hear(
+        "/jax/core/compile/backend_compile_duration", 7.0, fun_name="step"
+    )
+    for _ in range(11):
+        recorder.begin(READ)
+        loop.clock.seconds += 0.005
+        recorder.end(READ, None)
+        loop.step(input_s=0.02, call_s=0.03, python_s=0.01)
+    found = recorder.measure_local()
+    assert found["steps"] == pytest.approx(10, abs=1)
+    assert found["steps_s"] == pytest.approx(0.65, abs=0.03)
+    # The loop waited 20 ms a step, but for its own rows only 5 ms.
+    assert found["input_s"] == pytest.approx(0.05, abs=0.01)
+    assert found["local_s"] == pytest.approx(0.05 + 0.15, abs=0.03)
 
 
 def test_quantiles_of_steps_that_take_many_times():

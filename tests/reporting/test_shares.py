@@ -106,7 +106,16 @@ def test_a_last_execution_of_fewer_steps():
     )
     causes = [one["cause"] for one in figures["compilations"]["causes"]]
     assert "a last execution of 3 steps" in causes
-    assert "new shapes (a last execution of 3 steps): pad" in figures["advice"]
+    assert "for a last execution of 3 steps: choose" in figures["advice"]
+    assert "shapes" not in figures["advice"]
+
+
+def test_steps_that_run_together_already():
+    figures = Stopwatch().fit(
+        make_model(steps_per_execution=16), *rows(4 * 16 * 400), batch_size=4
+    )
+    assert figures["steps_per_program"] == 16
+    assert "steps_per_execution=16" not in figures["advice"]
 
 
 def test_steps_that_run_eagerly():

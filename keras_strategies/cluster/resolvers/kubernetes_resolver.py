@@ -2,7 +2,7 @@
 
 In each pod of an indexed Job or JobSet, Kubernetes sets the variables with the
 pod's index and name. The manifest must set the other variables; their names
-are those that JAX uses.
+are those that JAX, MaxText and Kubeflow's JAXJob use.
 """
 
 import enum
@@ -24,10 +24,11 @@ from keras_strategies.cluster.resolvers.resolver import (
 from keras_strategies.cluster.spec import ClusterSpec
 
 _LABELS = {"worker": ["job-name=tensorflow"]}
-_INDEX = "JOB_COMPLETION_INDEX"
-_COUNT = "JAX_PROCESS_COUNT"
-_COORDINATOR = "JAX_COORDINATOR_ADDRESS"
-_PORT = "JAX_COORDINATOR_PORT"
+# The second name of each pair is that of Kubeflow's JAXJob.
+_INDEX = "JOB_COMPLETION_INDEX", "PROCESS_ID"
+_COUNT = "JAX_PROCESS_COUNT", "NUM_PROCESSES"
+_COORDINATOR = "JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS"
+_PORT = "JAX_COORDINATOR_PORT", "COORDINATOR_PORT"
 _POD = "HOSTNAME"
 _JOB_SET = "JOBSET_NAME"
 _SETTER = "Kubernetes in the pods of an indexed Job, or by their manifest"
@@ -120,7 +121,7 @@ class KubernetesClusterResolver(ClusterResolver):
         self._is_job = (
             not job_to_label_mapping
             and override_client is None
-            and bool(self._environ_now.get(_INDEX))
+            and is_pod_of_job(self._environ_now)
         )
         if not self._is_job and override_client is None:
             self._client = _make_client(executable_location)
@@ -154,27 +155,31 @@ class KubernetesClusterResolver(ClusterResolver):
         return self._read_index() if self._is_job else None
 
     def _read_count(self) -> int:
-        environ = self._environ_now
-        if not environ.get(_COUNT):
+        name = _find_name(self._environ_now, _COUNT)
+        if name is None:
             raise RuntimeError(
-                f"{_COUNT} not found in environment. A pod cannot detect how "
-                f"many pods its Job has. Set {_COUNT} in the manifest to the "
-                "Job's `parallelism` (docs/clusters.md)."
+                f"{_COUNT[0]} not found in environment. A pod cannot detect "
+                f"how many pods its Job has. Set {_COUNT[0]} in the manifest "
+                "to the Job's `parallelism` (docs/clusters.md)."
             )
-        return read_number(environ, _COUNT, "the manifest", minimum=1)
+        return read_number(self._environ_now, name, "the manifest", minimum=1)
 
     def _read_index(self) -> int:
         maximum = self._read_count() - 1
-        return read_number(self._environ_now, _INDEX, _SETTER, maximum=maximum)
+        name = _find_name(self._environ_now, _INDEX) or _INDEX[0]
+        return read_number(self._environ_now, name, _SETTER, maximum=maximum)
 
     def _find_coordinator(self) -> str:
         """Returns the address of pod 0."""
         environ, port = self._environ_now, self._port
-        if environ.get(_PORT):
-            port = read_port(environ, _PORT, "the manifest")
-        address = environ.get(_COORDINATOR) or _name_pod_0(
-            environ, self._read_index()
-        )
+        name = _find_name(environ, _PORT)
+        if name is not None:
+            port = read_port(environ, name, "the manifest")
+        name = _find_name(environ, _COORDINATOR)
+        if name is None:
+            address = _name_pod_0(environ, self._read_index())
+        else:
+            address = environ[name]
         if address.rpartition("]")[2].count(":") != 1:
             address = join_address(address, port)
         check_address(address, "pod 0")
@@ -197,6 +202,20 @@ class KubernetesClusterResolver(ClusterResolver):
         return [join_address(_read_ip(pod), self._port) for pod in pods]
 
 
+def is_pod_of_job(environ: Mapping[str, str]) -> bool:
+    """Returns whether this is a pod of an indexed Job or of a JAXJob."""
+    name = _find_name(environ, _INDEX)
+    has_coordinator = _find_name(environ, _COORDINATOR) is not None
+    return name == _INDEX[0] or (name is not None and has_coordinator)
+
+
+def _find_name(
+    environ: Mapping[str, str], names: tuple[str, str]
+) -> str | None:
+    """Returns the first of some variables that is set and not empty."""
+    return next((name for name in names if environ.get(name)), None)
+
+
 def _name_pod_0(environ: Mapping[str, str], index: int) -> str:
     # The pods of an indexed Job are named job-0, job-1, ...; the pods of a
     # JobSet have the DNS names job-0.jobset, ...
@@ -204,9 +223,9 @@ def _name_pod_0(environ: Mapping[str, str], index: int) -> str:
     job, dash, number = pod.rpartition("-")
     if not job_set or not dash or number != str(index):
         raise RuntimeError(
-            f"{_COORDINATOR} not found in environment. Every pod needs the "
+            f"{_COORDINATOR[0]} not found in environment. Every pod needs the "
             f"address of pod 0. Received: {_POD}={shorten(pod)}, "
-            f"{_JOB_SET}={shorten(job_set)}. Set {_COORDINATOR} in the "
+            f"{_JOB_SET}={shorten(job_set)}. Set {_COORDINATOR[0]} in the "
             "manifest to the name of pod 0 in the headless service, or "
             f"{_JOB_SET} to the JobSet's name (docs/clusters.md)."
         )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 from keras_strategies.cluster.resolvers.kubernetes_resolver import (
     KubernetesClusterResolver,
+    is_pod_of_job,
 )
 from keras_strategies.cluster.resolvers.resolver import ClusterResolver
 from keras_strategies.cluster.resolvers.slurm_resolver import (
@@ -47,6 +48,8 @@ class Launcher:
 
     def has_started(self, environ: Mapping[str, str]) -> bool:
         """Returns whether the launcher has set its variables."""
+        if self.resolver is KubernetesClusterResolver:
+            return is_pod_of_job(environ)
         return all(map(environ.get, self.variables.split()[: self.num_marks]))
 
 
@@ -74,8 +77,9 @@ LAUNCHERS = (
     Launcher(
         "Kubernetes",
         "JOB_COMPLETION_INDEX JAX_PROCESS_COUNT JAX_COORDINATOR_ADDRESS "
-        "JAX_COORDINATOR_PORT JOBSET_NAME",
-        1,
+        "JAX_COORDINATOR_PORT JOBSET_NAME PROCESS_ID NUM_PROCESSES "
+        "COORDINATOR_ADDRESS",
+        0,
         "KubernetesClusterResolver()",
         KubernetesClusterResolver,
     ),

@@ -5,7 +5,6 @@ therefore quote only the invalid value, truncated, and never the entire text.
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,9 +23,9 @@ MAX_CHARACTERS = 1 << 20
 """The maximum length of TF_CONFIG."""
 
 # Keys that tf or its Estimators read, and those of Google's AI Platform.
-_KEY_BESIDE_A_CLUSTER = re.compile(
-    "task|rpc_layer|session_master|eval_session_master|service|model_dir|"
-    "environment|job|trial"
+_KEYS_BESIDE_A_CLUSTER = frozenset(
+    "task rpc_layer session_master eval_session_master service model_dir "
+    "environment job trial".split()
 )
 _EXAMPLE = (
     'Write it as {"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
@@ -233,9 +232,7 @@ def has_one_task(spec: ClusterSpec) -> bool:
 
 def _check_keys(config: dict[str, Any]) -> None:
     """Raises an error if another key than "cluster" may contain the cluster."""
-    unknown = [
-        key for key in config if not _KEY_BESIDE_A_CLUSTER.fullmatch(key)
-    ]
+    unknown = [key for key in config if key not in _KEYS_BESIDE_A_CLUSTER]
     if not unknown:
         return
     raise ValueError(

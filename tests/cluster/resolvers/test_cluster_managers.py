@@ -478,6 +478,12 @@ POD_OF_SET = {
     "HOSTNAME": "set-workers-0-2",
     "JOBSET_NAME": "set",
 }
+JAX_JOB = {
+    "COORDINATOR_ADDRESS": "train-worker-0",
+    "COORDINATOR_PORT": "6666",
+    "NUM_PROCESSES": "4",
+    "PROCESS_ID": "2",
+}
 
 
 @pytest.mark.parametrize(
@@ -490,6 +496,7 @@ POD_OF_SET = {
         (POD | {"JAX_COORDINATOR_ADDRESS": "[fd00::1]"}, "[fd00::1]:8470"),
         (POD | {"JAX_COORDINATOR_ADDRESS": "[fd00::1]:9"}, "[fd00::1]:9"),
         (POD_OF_SET, "set-workers-0-0.set:8470"),
+        (JAX_JOB, "train-worker-0:6666"),
     ],
     ids=lambda value: str(value)[-40:],
 )
