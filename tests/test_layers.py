@@ -98,7 +98,7 @@ LOGIC_LINES = {
     "callbacks": 549,
     "checkpoint": 2000,
     "cli": 1930,
-    "cluster": 2467,
+    "cluster": 2476,
     "data": 2934,
     "estimator": 2531,
     "fit": 2008,

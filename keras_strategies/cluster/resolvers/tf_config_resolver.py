@@ -24,8 +24,17 @@ MAX_CHARACTERS = 1 << 20
 
 # Keys that tf or its Estimators read, and those of Google's AI Platform.
 _KEYS_BESIDE_A_CLUSTER = frozenset(
-    "task rpc_layer session_master eval_session_master service model_dir "
-    "environment job trial".split()
+    [
+        "task",
+        "rpc_layer",
+        "session_master",
+        "eval_session_master",
+        "service",
+        "model_dir",
+        "environment",
+        "job",
+        "trial",
+    ]
 )
 _EXAMPLE = (
     'Write it as {"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
