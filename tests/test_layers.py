@@ -110,7 +110,7 @@ LOGIC_LINES = {
     "migrate": 1499,
     "names": 305,
     "passes": 5288,
-    "planning": 2699,
+    "planning": 2710,
     "reporting": 894,
     "run": 730,
     "spmd": 1708,

@@ -86,7 +86,7 @@ def test_a_plan_has_the_slots_on_the_host_of_a_process():
     [
         (None, LAYOUTS),
         (ks.experimental.SlotsOnly(), ["slots", "replicated", "sharded"]),
-        (ks.experimental.SlotsOnly(4), ["slots:4", *LAYOUTS]),
+        (ks.experimental.SlotsOnly(4), ["slots", "replicated", "sharded"]),
         (ks.experimental.FullySharded(2), ["sharded:2", *LAYOUTS]),
         (
             ks.experimental.Replicated(offload="optimizer"),

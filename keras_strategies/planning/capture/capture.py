@@ -23,7 +23,10 @@ from keras_strategies.planning.capture.captured_data import (
 )
 from keras_strategies.planning.capture.errors import PlanError, StepCaptured
 from keras_strategies.planning.capture.library_patches import LibraryPatches
-from keras_strategies.planning.compile.candidates import make_mesh
+from keras_strategies.planning.compile.candidates import (
+    make_mesh,
+    omit_default_shards,
+)
 from keras_strategies.planning.compile.fit_step import FitStep
 from keras_strategies.planning.compile.layouts import Layout, parse_layout
 from keras_strategies.planning.compile.run_step import RunStep
@@ -135,6 +138,8 @@ class Capture:
         layout = self._layout
         if layout is None:
             layout = parse_layout(partitioner or "replicated")
+            if is_slice:
+                layout = omit_default_shards(layout, self.devices)
         elif layout.cores == 1 and (is_assigned or layout_map):
             raise PlanError(
                 "The layout must have a model axis if the script passes a "

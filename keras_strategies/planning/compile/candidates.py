@@ -1,5 +1,6 @@
 """Creates the candidates (topologies with layouts) for a plan of `fit`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -167,8 +168,9 @@ def iter_candidates(
     for name, devices in slices.items():
         layouts = strategies
         if layouts is None:
+            own = [omit_default_shards(x, devices) for x in of_base]
             layouts = filter(is_possible, list_default_layouts(devices))
-            layouts = [*of_base, *(x for x in layouts if x not in of_base)]
+            layouts = [*own, *(x for x in layouts if x not in own)]
         for layout in layouts:
             yield Candidate(
                 topology=name,
@@ -188,6 +190,17 @@ def list_default_layouts(devices: Sequence[Any]) -> list[lib.Layout]:
     if is_named and len(devices) >= _MODEL_AXIS**2:
         layouts.append(lib.parse_layout(f"sharded+model:{_MODEL_AXIS}"))
     return layouts
+
+
+def omit_default_shards(
+    layout: lib.Layout, devices: Sequence[Any]
+) -> lib.Layout:
+    """Returns a layout without its number of shards if it is the default."""
+    own = layout.partitioner
+    kinds = partitioners.FullySharded, partitioners.SlotsOnly
+    if type(own) in kinds and own.shards == _count_default_shards(devices):
+        return lib.Layout(partitioner=dataclasses.replace(own, shards=None))
+    return layout
 
 
 def _count_default_shards(devices: Sequence[Any]) -> int:

@@ -338,6 +338,7 @@ def test_arrays_are_passed_whole(tmp_path):
             "variable_partitioner=ks.experimental.FullySharded()",
             "sharded",
         ),
+        (None, f"{DIVIDED}FullySharded(8)", "sharded"),
         (None, f"{DIVIDED}FullySharded(4)", "sharded:4"),
         (
             None,
