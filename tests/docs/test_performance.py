@@ -27,7 +27,7 @@ def test_the_code_runs(block, tmp_path, monkeypatch, capsys):
 
 
 def test_rows_of_the_table_are_described():
-    report = document.add_start(None, 0.0, 0, None)
+    report = document.add_start(None, 0.0, 0)
     labels = {label.strip() for label in document.describe_report(report)}
     unnamed = {"steps", "for", "time after it", "compiled programs", "advice"}
     described = TEXT.replace("tokens per second", "rows, tokens per second")
