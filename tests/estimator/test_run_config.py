@@ -391,7 +391,7 @@ def test_worker_zero_is_the_chief_of_a_strategy_s_cluster(monkeypatch):
         (task("worker", 3), ValueError, "No task with index 3"),
         (task("worker", -1), ValueError, '"index" of the task'),
         (task("worker", 1.5), TypeError, '"index" of the task'),
-        (task("master"), ValueError, "Use 'chief'"),
+        (task("master"), ValueError, "'chief' replaces"),
         (task("cook"), ValueError, "jobs of a cluster must be"),
         (
             {

@@ -425,12 +425,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "rendezvous: text": Parser(
         ["A text.\n"],
-        of(
-            lambda text: (
-                greetings.clean_text(text),
-                greetings.shorten_ascii(text),
-            )
-        ),
+        of(greetings.clean_text),
     ),
     "job secret": Parser(
         ["x" * 20, "\u00e9" * 20],
