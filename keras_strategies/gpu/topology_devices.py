@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from keras_strategies.gpu.xla_flags import DETERMINISM, is_deterministic
+from keras_strategies.names.versions import installed_version
 
 CUDNN = (9, 10, 0)
 """The version of cuDNN that programs are compiled for."""
@@ -75,19 +76,12 @@ class Target:
 
     def _format_matrix_units(self) -> str:
         rates = [
-            f"""
-            rate_infos {{
-              key: {kind}
-              value {{
-                clock_rate_ghz: {self.matrix_clock_ghz}
-                units_per_core: 4
-                ops_per_clock: {int(self.matrix_ops * factor)}
-              }}
-            }}
-            """
+            f"rate_infos {{ key: {kind} value {{ "
+            f"clock_rate_ghz: {self.matrix_clock_ghz} units_per_core: 4 "
+            f"ops_per_clock: {int(self.matrix_ops * factor)} }} }}"
             for kind, factor in _PRECISIONS.items()
         ]
-        return f"matrix_unit_description {{ {''.join(rates)} }}"
+        return f"matrix_unit_description {{ {' '.join(rates)} }}"
 
 
 _PRECISIONS = {2: 2, 10: 1, 11: 0.5, 16: 1}
@@ -184,17 +178,13 @@ def make_gpu_devices(
 
     Raises:
       ValueError: if the GPU is unknown, or the numbers are not valid.
-      ImportError: if the plugin is not installed, or has another version than
-        jaxlib.
-      RuntimeError: if JAX loaded no plugin, because it found no CUDA.
+      ImportError: if the plugin is not installed, has another version than
+        jaxlib, or JAX did not load it because it found no CUDA.
     """
     match = _NAME.fullmatch(name) if isinstance(name, str) else None
-    hosts, gpus = (
-        (int(match["hosts"] or 1), int(match["gpus"])) if match else (0, 0)
-    )
-    if not (
-        match and match["gpu"] in TARGETS and 0 < hosts * gpus <= _MAX_GPUS
-    ):
+    gpu, hosts, gpus = match.groups() if match else ("", "", "")
+    count = int(hosts or 1) * int(gpus or 0)
+    if gpu not in TARGETS or not 0 < count <= _MAX_GPUS:
         raise ValueError(
             "No such GPUs exist to compile for. The name must be a GPU "
             f"({', '.join(TARGETS)}), a colon, and the number of hosts and of "
@@ -203,14 +193,14 @@ def make_gpu_devices(
         )
     from jax.experimental import topologies
 
-    target = TARGETS[match["gpu"]]
+    target = TARGETS[gpu]
     if has_unlimited_memory:
         target = dataclasses.replace(target, memory=_UNLIMITED)
     try:
         described = topologies.get_topology_desc(
             platform="cuda",
             target_config=target.format(),
-            topology=f"{hosts}x1x{gpus}",
+            topology=f"{int(hosts or 1)}x1x{int(gpus)}",
         )
     except (NotImplementedError, RuntimeError) as error:
         raise _explain(name) from error
@@ -258,37 +248,18 @@ def complete_options(
     return {**needed, **(options or {})} or None
 
 
-def _explain(name: str) -> Exception:
+def _explain(name: str) -> ImportError:
     """Returns an error that names why JAX cannot compile for GPUs."""
-    from importlib import metadata
-
-    wanted = metadata.version("jaxlib")
-    fix = (
-        f"Run `pip install jax-cuda12-plugin=={wanted}`, which needs neither a "
-        "GPU nor CUDA."
-    )
-    versions = {}
-    for plugin in _PLUGINS:
-        try:
-            versions[plugin] = metadata.version(plugin)
-        except metadata.PackageNotFoundError:
-            continue
-    if not versions:
-        return ImportError(
-            "Compiling for GPUs needs JAX's CUDA plugin, which is not "
-            f"installed. Received: name={name!r}. {fix}"
-        )
-    if wanted not in versions.values():
-        return ImportError(
-            "JAX's CUDA plugin must have the version of jaxlib. Received: "
-            f"name={name!r} with {versions} and jaxlib {wanted}. {fix}"
-        )
-    return RuntimeError(
-        "JAX must load its CUDA plugin to compile for GPUs, but found no CUDA "
-        f"on this machine. Received: name={name!r} and JAX_PLATFORMS="
-        f"{os.environ.get('JAX_PLATFORMS')!r}. Set the environment variable "
-        "JAX_PLATFORMS=cpu, or JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1, before JAX "
-        "is first used."
+    wanted = installed_version("jaxlib")
+    versions = {plugin: installed_version(plugin) for plugin in _PLUGINS}
+    return ImportError(
+        "Compiling for GPUs needs JAX's CUDA plugin, in the version of jaxlib. "
+        f"Received: name={name!r} with {versions}, jaxlib {wanted} and "
+        f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')!r}. Run `pip install "
+        f"jax-cuda12-plugin=={wanted}`, which needs neither a GPU nor CUDA. If "
+        "the plugin is installed and JAX found no CUDA, set the environment "
+        "variable JAX_PLATFORMS=cpu, or JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1, "
+        "before JAX is first used."
     )
 
 

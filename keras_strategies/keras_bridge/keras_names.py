@@ -16,7 +16,6 @@ import keras
 import numpy as np
 from keras.src.backend import jax as jax_backend
 from keras.src.backend.common import global_state
-from keras.src.trainers import data_adapters
 from keras.src.trainers import trainer as trainer_lib
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -37,9 +36,6 @@ NN: Any = getattr(jax_backend, "nn", None) or vars(jax_backend)["ops"].nn
 CORE: Any = getattr(jax_backend, "core", None) or vars(jax_backend)["ops"]
 """The backend module whose `remat` Keras calls: `core` in Keras 3.15, `ops` in
 3.16."""
-
-DATA_ADAPTERS: Any = data_adapters
-"""The module that chooses how Keras reads the data of a loop."""
 
 MAYBE_BUILD = "_maybe_symbolic_build"
 BUILDS_FIRST = hasattr(keras.Model, MAYBE_BUILD)

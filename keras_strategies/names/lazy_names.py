@@ -6,35 +6,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _WORKERS = (
-    "`ks.MultiWorkerMirroredStrategy` on the chief and worker tasks. Every "
-    "process trains, and no process is a parameter server. To shard variables "
-    "over the replicas, pass "
-    "`variable_partitioner=ks.experimental.FullySharded()`"
+    "`ks.MultiWorkerMirroredStrategy`, in which every process trains. To shard "
+    "variables, pass `variable_partitioner=ks.experimental.FullySharded()`"
 )
 _PARTITIONERS = (
-    "`ks.experimental.FullySharded(shards, min_size=...)`, where `min_size` is "
-    "a number of entries, or pass a function of a variable's path, shape and "
-    "dtype as `variable_partitioner`"
+    "`ks.experimental.FullySharded(shards, min_size=...)`, or a function of "
+    "path, shape and dtype, as `variable_partitioner`"
 )
-_ONE_HOST = (
-    "`ks.MirroredStrategy`. It replicates the variables on every device, so "
-    "reading them needs no transfer"
-)
-_REDUCING = (
-    "the strategy without `cross_device_ops`, because XLA chooses how the "
-    "devices communicate"
-)
+_ONE_HOST = "`ks.MirroredStrategy`"
+_REDUCING = "no `cross_device_ops`: XLA chooses how devices communicate"
 _OPTIONS = "`ks.experimental.CommunicationOptions`"
 _PREEMPTED = (
     "`ks.callbacks.Checkpoint`, which saves on SIGTERM at the same step in all "
-    "processes. In custom training loops, all processes raise "
-    "`SystemExit(75)` before the same step, so save checkpoints regularly with "
-    "a `ks.checkpoint.CheckpointManager`"
+    "processes, or in custom loops a `ks.checkpoint.CheckpointManager`"
 )
 _RESOLVER = (
     "`ks.cluster_resolver.SimpleClusterResolver` with the machines' addresses, "
-    "the environment variable TF_CONFIG, or "
-    "`ks.MultiWorkerMirroredStrategy(coordinator_address=...)`"
+    "or the environment variable TF_CONFIG"
 )
 
 DISTRIBUTE = {
@@ -48,11 +36,7 @@ DISTRIBUTE = {
     "MirroredStrategyV1": "`ks.MirroredStrategy`",
     "StrategyExtendedV1": "`ks.StrategyExtended`",
     "InputWorkers": "`ks.InputContext`",
-    "Server": (
-        "`keras-strategies launch`, or start the script in every process. "
-        "Each process runs the script itself; no process is a server that "
-        "waits for work"
-    ),
+    "Server": "`keras-strategies launch`, or start the script in every process",
     "coordinator": _WORKERS,
 }
 """The replacement for each unsupported name of `tf.distribute`."""
@@ -73,10 +57,7 @@ EXPERIMENTAL = {
     "MinSizePartitioner": _PARTITIONERS,
     "Partitioner": _PARTITIONERS,
     "partitioners": _PARTITIONERS,
-    "rpc": (
-        "another library, because keras_strategies has no remote procedure "
-        "calls"
-    ),
+    "rpc": "another library",
 }
 """The same for `tf.distribute.experimental`."""
 
@@ -84,10 +65,7 @@ CLUSTER_RESOLVER = {"GCEClusterResolver": _RESOLVER}
 """The same for `tf.distribute.cluster_resolver`."""
 
 ESTIMATOR = {
-    "tpu": (
-        "`ks.estimator.Estimator` with `RunConfig(train_distribute="
-        "ks.TPUStrategy())`"
-    ),
+    "tpu": "`ks.estimator.Estimator` with a `ks.TPUStrategy`",
     "SessionRunHook": "`ks.estimator.CheckpointSaverListener` or a callback",
 }
 """The same for `tf.estimator`."""

@@ -1,14 +1,11 @@
 """Checks at import: the versions of Keras and JAX, and Keras's backend.
 
-This module imports neither package. It reads versions from the packages' files
-and not from their metadata, because Keras's nightly builds are imported as
-`keras` although their distribution has another name.
+This module imports neither package.
 """
 
+import contextlib
 import importlib.metadata
-import importlib.util
 import os
-import pathlib
 import re
 import sys
 import warnings
@@ -39,11 +36,6 @@ TESTED = {"keras": "3.15.1", "jax": "0.10.2 and 0.12.0.1"}
 SILENCE = "KERAS_STRATEGIES_UNTESTED_VERSIONS"
 """The environment variable that silences the warning if it is "1"."""
 
-_FILES = {
-    "keras": ("src/version.py", r'^__version__ = "([^"]+)"'),
-    "jax": ("version.py", r"^_release_version[^=]*= ['\"]([^'\"]+)"),
-}
-_MAX_BYTES = 100_000
 _BACKEND = "KERAS_BACKEND"
 _NNX = "KERAS_NNX_ENABLED"
 _COMMAND = "keras-strategies"
@@ -96,16 +88,17 @@ def installed_version(package: str) -> str | None:
     """Returns the version of a package, or None if it is not installed.
 
     The version is taken from the imported module, else from the package's
-    files, else from its metadata.
+    metadata.
     """
     module = sys.modules.get(package)
     version = getattr(module, "__version__", None)
     if isinstance(version, str):
         return version
-    try:
-        return _read_version(package) or importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    # Keras's nightly builds are imported as `keras`.
+    for name in (package, f"{package}-nightly"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
 
 
 def parse_version(version: str) -> tuple[int, ...]:
@@ -131,24 +124,6 @@ def make_requirement(package: str) -> str:
 def _advise_install(package: str) -> str:
     requirement = make_requirement(package)
     return f"Install a supported version: pip install '{requirement}'."
-
-
-def _read_version(package: str) -> str | None:
-    """Reads a package's version from its files, without importing it."""
-    if package not in _FILES:
-        return None
-    name, pattern = _FILES[package]
-    try:
-        spec = importlib.util.find_spec(package)
-    except ValueError:  # A module without a spec, such as a stub.
-        return None
-    for directory in (spec and spec.submodule_search_locations) or ():
-        path = pathlib.Path(directory) / name
-        if path.is_file():
-            with path.open(encoding="utf-8", errors="replace") as file:
-                match = re.search(pattern, file.read(_MAX_BYTES), re.MULTILINE)
-            return match[1] if match else None
-    return None
 
 
 def is_command() -> bool:

@@ -80,8 +80,8 @@ class CompileOnlyStrategy(Strategy):
           variable_partitioner: See `TPUStrategy`.
 
         Raises:
-          ImportError: if libtpu or the CUDA plugin is not installed.
-          RuntimeError: if JAX loaded no CUDA plugin, because it found no CUDA.
+          ImportError: if libtpu or the CUDA plugin is not installed, or JAX
+            loaded no CUDA plugin, because it found no CUDA.
           ValueError: if no slice and no GPU has this name, or
             `computation_shape` does not fit.
 

@@ -11,7 +11,6 @@ from keras_strategies.data.options import (
     InputReplicationMode,
     check_input_options,
 )
-from keras_strategies.data.source import Source
 from keras_strategies.data.sources.from_function import (
     FunctionSource,
     InputContext,
@@ -30,10 +29,7 @@ from keras_strategies.strategy.replica_context import (
 )
 from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.runtime import Runtime
-from keras_strategies.strategy.tf_compat.options import (
-    RunOptions,
-    check_options,
-)
+from keras_strategies.strategy.tf_compat.options import RunOptions
 
 if TYPE_CHECKING:
     from keras_strategies.strategy.inspect.explain_input import InputExplanation
@@ -104,7 +100,7 @@ class CustomLoops:
           loss = strategy.reduce("sum", per_replica, axis=None)
           ```
         """
-        check_options(options)
+        del options
         current.check_outside("run")
         return self._runner(fn, args, kwargs or {})
 
@@ -157,8 +153,8 @@ class CustomLoops:
           The nest of arrays, with components in the order of replica ids.
 
         Raises:
-          ValueError: if other dimensions differ, or a component does not have
-            the dimension.
+          ValueError: if a component does not have the dimension.
+          TypeError: if other dimensions differ.
           RuntimeError: if called inside of a function given to `run`.
         """
         self._check_call("gather")
@@ -243,7 +239,7 @@ class CustomLoops:
             if options.distribute is not None:
                 policy = options.distribute.policy
         source = make_dataset_source(dataset, mesh, policy=policy)
-        return self._make_distributed(source)
+        return DistributedDataset(source, self._runtime.mesh)
 
     def experimental_make_numpy_dataset(self, arrays: Tree) -> NumpyDataset:
         """Makes a dataset from the rows of arrays; `.batch(B)` batches it.
@@ -293,9 +289,6 @@ class CustomLoops:
                 dataset_fn, mesh, is_per_replica=is_per_replica
             ),
         )
-        return self._make_distributed(source)
-
-    def _make_distributed(self, source: Source) -> DistributedDataset:
         return DistributedDataset(source, self._runtime.mesh)
 
     def experimental_distribute_datasets_from_function(

@@ -2,22 +2,15 @@
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import jax
 
-from keras_strategies._types import Dataset, Tree
-from keras_strategies.data.distributed import DistributedDataset
-from keras_strategies.data.source import Source
-from keras_strategies.fit.inputs.choose_source import (
-    LoopData,
-    make_loop_source,
-)
-from keras_strategies.fit.inputs.keras_sources import FeedAdapter
-from keras_strategies.keras_bridge.keras_names import DATA_ADAPTERS
-from keras_strategies.keras_bridge.patches import Patches
+from keras_strategies.data.options import InputOptions
+from keras_strategies.data.sources.from_function import InputContext
+from keras_strategies.names import dry_run
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.strategy import current
 from keras_strategies.strategy.replica_context import ReplicaContext
@@ -35,10 +28,26 @@ class DefaultStrategy(Strategy):
         """Returns a scope that does not change Keras."""
         return DefaultScope(self)
 
-    def _make_distributed(self, source: Source) -> DistributedDataset:
-        return adapt_to_plain_loops(
-            super()._make_distributed(source), self.mesh
-        )
+    def experimental_distribute_dataset(
+        self, dataset: Iterable[Any], options: InputOptions | None = None
+    ) -> Any:
+        """Returns a dataset of tf.data itself, as in tf; see `Strategy`.
+
+        So a plain Keras model accepts it, too.
+        """
+        tensorflow: Any = sys.modules.get("tensorflow")
+        is_plain = tensorflow and isinstance(dataset, tensorflow.data.Dataset)
+        if is_plain and dry_run.get() is None:
+            return dataset
+        return super().experimental_distribute_dataset(dataset, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Iterable[Any]],
+        options: InputOptions | None = None,
+    ) -> Any:
+        """Distributes the dataset that a function returns; see `Strategy`."""
+        return self.experimental_distribute_dataset(dataset_fn(InputContext()))
 
 
 class DefaultScope(Scope):
@@ -169,81 +178,3 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         entering = contextlib.ExitStack()
         entering.enter_context(strategy.scope())
         current.stack.set_globally = entering
-
-
-class PlainFeed(FeedAdapter):
-    """A Keras data adapter for a distributed dataset with one replica.
-
-    Args:
-      dataset: The dataset. Each iteration over it is an epoch.
-    """
-
-    def __init__(self, dataset: DistributedDataset) -> None:
-        self._dataset = dataset
-        self._started: tuple[Tree, Iterator[Tree]] | None = None
-
-    def get_numpy_iterator(self) -> Iterator[Tree]:
-        """Yields batches as host arrays."""
-        return (jax.device_get(batch) for batch in self.get_jax_iterator())
-
-    def get_jax_iterator(self, super_batch: object = None) -> Iterator[Tree]:
-        """Yields batches on the device; see `Feed.get_jax_iterator`."""
-        del super_batch
-        started, self._started = self._started, None
-        batches = started[1] if started else iter(self._dataset)
-        for first in [started[0]] if started else batches:
-            # Keras reads one batch to build the model. This batch is stored, so
-            # that the next iterator yields it again for training.
-            self._started = first, batches
-            yield first
-            self._started = None
-            yield from batches
-
-    @property
-    def num_batches(self) -> int | None:
-        """Number of batches in an epoch, if known."""
-        return self._dataset.source.num_batches
-
-    @property
-    def batch_size(self) -> int | None:
-        """Number of rows of a batch, if known."""
-        return self._dataset.source.batch_size
-
-
-def adapt_to_plain_loops(
-    dataset: DistributedDataset, mesh: ReplicaMesh
-) -> DistributedDataset:
-    """Makes plain Keras models accept a distributed dataset with one replica.
-
-    Args:
-      dataset: The dataset. The patch is removed when the dataset is deleted.
-      mesh: The mesh, which has one replica.
-
-    Returns:
-      `dataset`.
-    """
-    patched = contextlib.ExitStack()
-    patched.enter_context(_patches.hold())
-    weakref.finalize(dataset, patched.close)
-    _meshes[dataset] = mesh
-    return dataset
-
-
-_meshes: weakref.WeakKeyDictionary[DistributedDataset, ReplicaMesh]
-_meshes = weakref.WeakKeyDictionary()
-
-
-def _add_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_data_adapter(x: Dataset, *args: Any, **kwargs: Any) -> Any:
-        mesh = _meshes.get(x) if isinstance(x, DistributedDataset) else None
-        if mesh is None:
-            return original(x, *args, **kwargs)
-        data = LoopData(x=x, **kwargs)
-        source = make_loop_source(mesh, data, name="fit", facts={})
-        return PlainFeed(DistributedDataset(source, mesh))
-
-    return get_data_adapter
-
-
-_patches = Patches(lambda: [(DATA_ADAPTERS, "get_data_adapter", _add_adapter)])

@@ -10,7 +10,6 @@ from keras_strategies.strategy.strategy import Strategy
 from keras_strategies.strategy.tf_compat.options import (
     CommunicationOptions,
     check_seconds,
-    resolve_options,
 )
 from keras_strategies.variables.partitioners import PartitionerLike
 
@@ -83,7 +82,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         # Imported here because it takes a tenth of the package's import time.
         from keras_strategies.job import place
 
-        options = resolve_options(communication_options)
+        options = communication_options or CommunicationOptions()
         check_seconds("startup_timeout_s", startup_timeout_s)
         outputs_on_chief = is_chief_alone(predict_in)
         numbers = coordinator_address, num_processes, process_id
@@ -93,8 +92,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         mesh = dry_run.find_mesh(
             lambda: ReplicaMesh(devices=place.list_devices())
         )
-        if not mesh.is_abstract:
-            options.check_platform(mesh.platform)
         super().__init__(
             mesh,
             variable_partitioner=variable_partitioner,

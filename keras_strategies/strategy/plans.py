@@ -73,8 +73,8 @@ class PlanMixin:
             rows.
           TypeError: if a leaf of `batch` has no shape and dtype.
           ImportError: if TPU slices are named and libtpu is not installed, or
-            GPUs are named and JAX's CUDA plugin is not installed.
-          RuntimeError: if JAX loaded no CUDA plugin, because it found no CUDA.
+            GPUs are named and JAX's CUDA plugin is not installed, or not
+            loaded because JAX found no CUDA.
           Exception: if the function that makes the model raises one.
 
         Example:

@@ -78,8 +78,6 @@ def _reduce_parts(
         _check_equal_shapes(parts)
         total = sum_in_order([to_summable(part, op) for part in parts])
         return total / len(parts) if op is ReduceOp.MEAN else total
-    for part in parts:
-        _check_axes(axes, part)
     total = sum_in_order([_sum_over(to_summable(p, op), axes) for p in parts])
     if op is ReduceOp.SUM:
         return total
@@ -157,7 +155,6 @@ def _reduce_plain(
     array = jnp.asarray(value)
     if axis is not None:
         axes = _as_axes(axis)
-        _check_axes(axes, array)
         if op is ReduceOp.MEAN:
             return jnp.mean(array, axis=axes)
         return jnp.sum(array, axis=axes) * mesh.num_replicas
@@ -188,18 +185,6 @@ def to_summable(array: Array, op: ReduceOp) -> Array:
     if op is ReduceOp.MEAN and is_exact:
         return array.astype("float32")
     return as_number(array)
-
-
-def _check_axes(axes: tuple[Any, ...], array: Array) -> None:
-    for axis in axes:
-        is_number = isinstance(axis, int) and not isinstance(axis, bool)
-        if not is_number or not (-array.ndim <= axis < array.ndim):
-            raise ValueError(
-                f"Invalid reduction dimension {axis} for input with "
-                f"{array.ndim} dimensions. Received: a component of shape "
-                f"{tuple(array.shape)}. Choose a dimension that every "
-                "replica's component has, or axis=None."
-            )
 
 
 def _check_equal_shapes(parts: list[Any]) -> None:
@@ -253,30 +238,7 @@ def gather(value: Tree, axis: int, mesh: ReplicaMesh) -> Tree:
 
 
 def _gather_parts(parts: list[Any], axis: int) -> jax.Array:
-    for part in parts:
-        _check_gather(axis, part, parts)
     return jnp.concatenate(parts, axis=axis)
-
-
-def _check_gather(axis: object, part: Array, parts: list[Any]) -> None:
-    shapes = [tuple(p.shape) for p in parts]
-    if not isinstance(axis, int) or not -part.ndim <= axis < part.ndim:
-        raise ValueError(
-            "The axis of `gather` must be a dimension that all components "
-            f"have. Received: axis={axis}, shapes {shapes}. Choose such a "
-            "dimension; `x[None]` turns a scalar into an array."
-        )
-
-    def others(shape: tuple[int, ...]) -> tuple[int, ...]:
-        dim = axis % len(shape)
-        return shape[:dim] + shape[dim + 1 :]
-
-    if len({len(s) for s in shapes}) > 1 or len(set(map(others, shapes))) > 1:
-        raise ValueError(
-            "Dimensions other than the gathered one must be equal on all "
-            f"replicas. Received: axis={axis}, shapes {shapes}. Pad the values "
-            "to the same size in these dimensions."
-        )
 
 
 def list_local_results(value: Tree, mesh: ReplicaMesh) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from numpy.lib.array_utils import normalize_axis_index
 
 from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.fit.inputs import agree_source
@@ -211,7 +212,7 @@ class ReplicaContext:
 
         def gather(leaf: Array) -> jax.Array:
             array = jnp.asarray(leaf)
-            dim = normalize_dim(axis, array, "all_gather")
+            dim = normalize_axis_index(axis, array.ndim)
             if self._step is None:
                 return array
             return all_concatenate(array, self._step.axis, dim)
@@ -303,24 +304,6 @@ def make_replica_scope(strategy: current.AnyStrategy) -> ReplicaScope:
         return current.replica_context(strategy, context)
 
     return scope
-
-
-def normalize_dim(axis: int, array: Array, name: str) -> int:
-    """Returns the non-negative index of the dimension `axis` of an array.
-
-    Raises:
-      ValueError: if the array does not have that dimension.
-    """
-    if not -array.ndim <= axis < array.ndim:
-        what, fix = "a scalar", "Add a dimension: x[None]."
-        if array.ndim:
-            what = f"shape {tuple(array.shape)}"
-            fix = f"Choose one in [{-array.ndim}, {array.ndim})."
-        raise ValueError(
-            f"The axis of `{name}` must be a dimension of the value. Received: "
-            f"axis={axis} for {what}. {fix}"
-        )
-    return axis % array.ndim
 
 
 def _to_local(leaf: Leaf) -> Leaf:

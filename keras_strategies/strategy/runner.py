@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 from keras_strategies._types import Leaf, Tree
 from keras_strategies.job.progress_pipe import report_training
@@ -236,11 +234,7 @@ class Runner:
         )
         runtime = self._strategy._runtime
         with self._strategy.scope():
-            try:
-                program.prepare(_list_arrays(arguments), runtime.registry)
-            except ValueError as error:
-                _add_captured_note(error, call.fn)
-                raise
+            program.prepare(_list_arrays(arguments), runtime.registry)
         if any(v.trainable for v in program.lifted):
             runtime.distribution.placements.layout_map.check_keys(
                 [*program.lifted, *runtime.registry]
@@ -286,47 +280,6 @@ class _Call(NamedTuple):
         return self.fn(*args, **kwargs)
 
 
-def _add_captured_note(error: ValueError, fn: Callable[..., Any]) -> None:
-    """Adds a note to an error, about distributed arrays that `fn` captured.
-
-    JAX cannot index these arrays in a mapped function, because their mesh
-    differs from the mesh of the trace.
-    """
-    names = [f"`{n}`" for n, value in _find_captured(fn) if _is_spread(value)]
-    if names:
-        error.add_note(
-            "The function has captured arrays that are on several devices: "
-            f"{', '.join(names)}. JAX cannot index such arrays (`array[0]`) "
-            "in a replica's function. Pass them to `run` in `args`, or store "
-            "them in a `keras.Variable`."
-        )
-
-
-def _find_captured(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
-    """Returns the names and values of a function's globals and nonlocals."""
-    try:
-        seen = inspect.getclosurevars(fn)
-    except (TypeError, ValueError):
-        # This is not a Python function, or a name is not assigned yet.
-        return []
-    return list({**seen.globals, **seen.nonlocals}.items())
-
-
-def _is_spread(value: object) -> bool:
-    """Returns whether a nest contains an array on several devices."""
-    try:
-        leaves = jax.tree.leaves(value)
-    except Exception:
-        # JAX cannot flatten this user-defined nest.
-        return False
-    return any(
-        isinstance(leaf, jax.Array)
-        and not isinstance(leaf, Tracer)
-        and len(leaf.sharding.device_set) > 1
-        for leaf in leaves
-    )
-
-
 def _list_arrays(arguments: list[_Argument]) -> list[Any]:
     return [array for _, array in arguments if array is not None]
 
@@ -350,14 +303,13 @@ def _find_sizes(shapes: Sequence[Any], dtypes: Sequence[str] = ()) -> Variant:
 
 
 def _flatten_call(
-    fn: object, args: object, kwargs: object, *, is_update: bool = False
+    fn: Callable[..., Any],
+    args: object,
+    kwargs: object,
+    *,
+    is_update: bool = False,
 ) -> tuple[_Call, list[Any]]:
     """Returns the `_Call` of a function, and the leaves of its arguments."""
-    if not callable(fn):
-        raise TypeError(
-            "The first argument of `run` must be a function. Received: an "
-            f"object of type {type(fn).__name__}. Pass the function itself."
-        )
     if not isinstance(args, list | tuple) or not isinstance(kwargs, dict):
         raise TypeError(
             "`run` needs the function's arguments as a tuple `args` and a "

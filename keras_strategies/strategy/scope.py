@@ -48,12 +48,6 @@ class Scope:
         return strategy
 
     def __exit__(self, *error: Any) -> None:
-        if not self._open:
-            raise RuntimeError(
-                "A scope must be exited exactly as often as it was entered. "
-                f"Received: an additional exit of a scope of "
-                f"{self._strategy!r}. Use a `with` statement."
-            )
         if variable_creator.innermost_creator() is not self._open[-1][1]:
             raise RuntimeError(
                 "Variable creator scope nesting error: scopes must be exited "
@@ -108,23 +102,14 @@ def _enter_loop(
     if binding is not None:
         binding.check_context()
         return variable_creator.distribution_scope(None)
-    kind = type(strategy).__name__
-    if scope_hooks.is_bound_on_use(model):
-        if not name.startswith("predict"):
-            # Keras itself raises an error, because the model is not compiled.
-            return contextlib.nullcontext()
-        raise RuntimeError(
-            "In a strategy's scope a model must be bound to the strategy "
-            f"before it is used. `model.{name}` binds it, but the method of "
-            f"the class does not. Received: the class's `{name}`, called on "
-            f"the unbound model {model.name!r} in the scope of {kind}. Call "
-            f"`model.{name}`, compile the model, call "
-            "`strategy.attach(model)`, or leave the scope to use one device."
-        )
+    if scope_hooks.is_bound_on_use(model) and not name.startswith("predict"):
+        # Keras itself raises an error, because the model is not compiled.
+        return contextlib.nullcontext()
     raise RuntimeError(
         "A model that is used in a strategy's scope must have been created or "
-        f"compiled in it. Received: a call of `{name}` in the scope of {kind}, "
-        f"on the model {model.name!r}, which was created outside of it. "
-        "Compile the model in the scope, call `strategy.attach(model)` before "
-        f"`{name}`, or leave the scope to use one device."
+        f"compiled in it. Received: a call of the class's `{name}` in the "
+        f"scope of {type(strategy).__name__}, on the unbound model "
+        f"{model.name!r}. Compile the model in the scope, call "
+        f"`strategy.attach(model)` before `{name}`, or leave the scope to use "
+        "one device."
     )

@@ -11,7 +11,7 @@ from keras_strategies.spmd import dispatch
 from keras_strategies.spmd.compiled import CompiledProgram, compile_program
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.step.lower_step import lower_step
-from keras_strategies.strategy import current, extended
+from keras_strategies.strategy import current
 from keras_strategies.strategy.custom_loops import CustomLoops
 from keras_strategies.strategy.extended import StrategyExtended
 from keras_strategies.strategy.plans import PlanMixin
@@ -41,9 +41,6 @@ class Strategy(CustomLoops, PlanMixin):
         `MirroredStrategy`.
       outputs_on_chief: Whether `predict` returns rows only in process 0.
 
-    Raises:
-      TypeError: if `mesh` is not a `ReplicaMesh`.
-
     Example:
       ```python
       strategy = ks.Strategy(ks.ReplicaMesh(devices=jax.devices()[:2]))
@@ -61,13 +58,6 @@ class Strategy(CustomLoops, PlanMixin):
         variable_partitioner: PartitionerLike | None = None,
         outputs_on_chief: bool = False,
     ) -> None:
-        if not isinstance(mesh, ReplicaMesh):
-            raise TypeError(
-                "`mesh` must be a `ks.ReplicaMesh`. Received: an object "
-                f"of type {type(mesh).__name__}. Pass "
-                "`ks.ReplicaMesh(devices=jax.devices())`, or use "
-                "`ks.MirroredStrategy(devices)`."
-            )
         if mesh.num_processes > 1:
             _watch_job()
         self._runtime = Runtime.over(
@@ -276,8 +266,7 @@ class Strategy(CustomLoops, PlanMixin):
           The model.
 
         Raises:
-          ValueError: if the model is not bound to this strategy, or a layer
-            assigned a value that was not stored (see `ks.abstract`).
+          ValueError: if the model is not bound to this strategy.
           RuntimeError: if the strategy can only compile.
 
         Example:
@@ -318,35 +307,23 @@ class Strategy(CustomLoops, PlanMixin):
         partitioner = runtime.distribution.placements.partitioner
         Console().print(describe_table(runtime.mesh, variables, partitioner))
 
-    def __copy__(self) -> "Strategy":
-        raise RuntimeError(
-            "Must only deepcopy DistributionStrategy: a shallow copy would "
-            f"not be the same strategy. Received: `copy.copy({self!r})`. Use "
-            "the strategy itself."
-        )
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
         """Returns the strategy itself, so that copied objects share it."""
         return self
 
-    def __getattr__(self, name: str) -> Any:
-        raise extended.make_missing_error(self, name)
+    def __copy__(self) -> "Strategy":
+        return self
 
     def __repr__(self) -> str:
         mesh = self._runtime.mesh
-        names = [
-            *map(str, mesh.devices[:4]),
-            *["..."] * (len(mesh.devices) > 4),
-        ]
+        names = ", ".join(map(str, mesh.devices[:4]))
+        names += ", ..." * (len(mesh.devices) > 4)
         cores = mesh.cores_per_replica
         partitioner = self._runtime.distribution.placements.partitioner
-        divided = ""
-        if partitioner is not None:
-            divided = f", {partitioner.describe()}"
+        divided = "" if partitioner is None else f", {partitioner.describe()}"
         return (
             f"<{type(self).__name__} of {mesh.num_replicas} replicas"
-            f"{f' of {cores} cores' if cores > 1 else ''} on "
-            f"{', '.join(names)}{divided}"
+            f"{f' of {cores} cores' if cores > 1 else ''} on {names}{divided}"
             f"{', to compile for' * mesh.is_abstract}>"
         )
 

@@ -118,7 +118,9 @@ def run_processes(
         try:
             is_late = not _wait(running, timeout_s)
         finally:
-            _end(running)
+            for process in running:
+                process.kill()
+                process.wait()
         results = list(map(_result, running, paths))
     if is_late:
         raise TimeoutError(
@@ -128,20 +130,14 @@ def run_processes(
             "process, shown below, or pass a larger `timeout_s`."
             f"{_format_outputs(results)}"
         )
-    if must_succeed:
-        _check_codes(target, results)
-    return results
-
-
-def _check_codes(target: str, results: list[ProcessResult]) -> None:
-    """Raises a RuntimeError if a process failed."""
-    if any(result.returncode for result in results):
+    if must_succeed and any(result.returncode for result in results):
         raise RuntimeError(
             f"{target!r} must succeed in all {len(results)} processes. "
             "At least one exit status is not 0. Check the "
             "output of each process, shown below."
             f"{_format_outputs(results)}"
         )
+    return results
 
 
 def _start(
@@ -196,13 +192,6 @@ def _wait(running: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
                 return True
         time.sleep(_POLL_S)
     return True
-
-
-def _end(running: list[subprocess.Popen[bytes]]) -> None:
-    """Kills the processes that are still running."""
-    for process in running:
-        process.kill()
-        process.wait()
 
 
 def _result(

@@ -1,6 +1,5 @@
 """Specifications of accelerators, for estimates."""
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -39,7 +38,6 @@ class Chip:
         slices. For a GPU, of its NVLinks.
       on_chip_bytes: Bytes of vector memory (VMEM), on the chip itself. 0 for a
         GPU.
-      source: The web page that contains these values.
       other_flops: Peak rates for products in other dtypes, by XLA's names. By
         default, they are those in bfloat16.
       host_bandwidth: The bandwidth of PCIe to the host per direction, in bytes
@@ -67,7 +65,6 @@ class Chip:
     link_bandwidth: float
     num_links: int
     on_chip_bytes: int
-    source: str
     other_flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
     network_bandwidth: float = 0.0
     host_bandwidth: float = 16e9
@@ -80,9 +77,6 @@ class Chip:
     def find_flops(self, dtype: str) -> float:
         """Returns the peak rate for products of a dtype."""
         return self.other_flops.get(dtype, self.flops)
-
-
-_DOCS = "https://cloud.google.com/tpu/docs/"
 
 
 def _make_chip(
@@ -105,7 +99,6 @@ def _make_chip(
         link_bandwidth=bandwidth * 1e9,
         num_links=num_links,
         on_chip_bytes=mib * 2**20,
-        source=_DOCS + name,
         integer_ops=tflops * 1e12 / lanes,
     )
 
@@ -138,7 +131,6 @@ def _make_gpu(
         link_bandwidth=bandwidth * 1e9,
         num_links=num_links,
         on_chip_bytes=0,
-        source=_GPU_DOCS + name,
         # By default, XLA multiplies float32 arrays as TF32.
         other_flops={"f32": tf32, "f32 exact": exact, "f64": exact},
         network_bandwidth=network * 1e9,
@@ -151,11 +143,10 @@ def _make_gpu(
     )
 
 
-_GPU_DOCS = "https://www.nvidia.com/en-us/data-center/"
-
-# Rates without sparsity. The network is that of a DGX, which has one adapter
-# for each GPU: of 200 Gb/s for A100s, else of 400. The workspaces are the
-# defaults of cuBLAS: https://docs.nvidia.com/cuda/cublas/#cublassetworkspace
+# Rates without sparsity, of https://www.nvidia.com/en-us/data-center/. The
+# network is that of a DGX, which has one adapter for each GPU: of 200 Gb/s for
+# A100s, else of 400. The workspaces are the defaults of cuBLAS:
+# https://docs.nvidia.com/cuda/cublas/#cublassetworkspace
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -169,8 +160,9 @@ GPUS = {
 
 # Specifications by JAX's `device_kind`. The memory is the "available HBM" in
 # error messages of libtpu 0.0.42, and that on the chip is what JAX's Pallas
-# lists (jax 0.10). The other values are from the web pages, which list the
-# bandwidth of links per direction.
+# lists (jax 0.10). The other values are from the pages of the generations below
+# https://cloud.google.com/tpu/docs/, which list the bandwidth of links per
+# direction.
 _BY_KIND = {
     "TPU v4": _make_chip("v4", 30.75, 275, 1228, (300, 6), 32),
     "TPU v5 lite": _make_chip("v5e", 15.75, 197, 819, (200, 4), 128),
@@ -221,18 +213,10 @@ def find_memory(device: "jax.Device", num_local: int = 1) -> int | None:
 
 def _find_fraction() -> float:
     """Returns the share of a GPU's memory that JAX gives to a process."""
-    for name in _FRACTIONS:
-        text = os.environ.get(name)
-        if not text:
-            continue
-        share = math.nan
-        with contextlib.suppress(ValueError):
-            share = float(text)
-        if not 0 < share <= 1:
-            raise ValueError(
-                f"{name} must be the share of a GPU's memory that JAX uses, "
-                f"above 0 and at most 1. Received: {text!r}. Set it to a "
-                "number such as 0.75."
-            )
-        return share
-    return _FRACTION
+    texts = [os.environ.get(name) for name in _FRACTIONS]
+    share = float(next(filter(None, texts), _FRACTION))
+    if not 0 < share <= 1:
+        raise ValueError(
+            f"{_FRACTIONS[1]} must be above 0 and at most 1. Received: {share}."
+        )
+    return share

@@ -32,8 +32,6 @@ _NAME = "TPU_NAME"
 _HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 _TASK_ID = "TPU_WORKER_ID"
 _NUM_SLICES = "MEGASCALE_NUM_SLICES"
-_SLICE_ID = "MEGASCALE_SLICE_ID"
-_COORDINATOR = "MEGASCALE_COORDINATOR_ADDRESS"
 _PORT = "JAX_COORDINATOR_PORT"
 # These two are also set on machines without a TPU.
 _OF_LIBRARIES = {"TPU_LOAD_LIBRARY", "TPU_LIBRARY_PATH"}
@@ -157,9 +155,6 @@ class TPUClusterResolver(ClusterResolver):
         """
         if self._tpu == LOCAL or jax.distributed.is_initialized():
             return
-        # Checked here, because JAX's errors do not name the variables that
-        # describe the slices.
-        self._read_slice_id()
         num_hosts = self.num_processes
         if num_hosts == 1:
             return
@@ -193,21 +188,15 @@ class TPUClusterResolver(ClusterResolver):
         """Returns the hosts' addresses, if environment variables list them.
 
         The result is empty for "local", and if no variable is set (then JAX
-        gets the addresses from Cloud TPU). In a job with several slices, the
-        result contains the addresses of this slice's hosts, and also the
-        address of the first slice's first host if
-        MEGASCALE_COORDINATOR_ADDRESS is set.
+        gets the addresses from Cloud TPU). It is also empty in a job with
+        several slices, because the variables list only the hosts of this slice.
         """
         if self._tpu == LOCAL:
             return ClusterSpec({})
         addresses = self._read_addresses()
         jobs: dict[str, Any] = {}
-        if addresses:
-            first = self._read_slice_id() * len(addresses)
-            tasks = dict(enumerate(addresses, first))
-            if first:
-                tasks = self._read_coordinator() | tasks
-            jobs[self.get_job_name()] = tasks if first else addresses
+        if addresses and self._read_num_slices() == 1:
+            jobs[self.get_job_name()] = addresses
         if self._coordinator_name and self._coordinator_address:
             jobs[self._coordinator_name] = [self._coordinator_address]
         return ClusterSpec(jobs)
@@ -264,9 +253,9 @@ class TPUClusterResolver(ClusterResolver):
     def _find_task_id(self) -> int | None:
         if self._tpu == LOCAL:
             return 0
-        if self._environ_now.get(_TASK_ID):
-            number = read_number(self._environ_now, _TASK_ID, _SETTER)
-            return number + self._read_slice_id() * len(self._read_addresses())
+        is_single = self._read_num_slices() == 1
+        if is_single and self._environ_now.get(_TASK_ID):
+            return read_number(self._environ_now, _TASK_ID, _SETTER)
         is_joined = jax.distributed.is_initialized()
         return jax.process_index() if is_joined else None
 
@@ -296,11 +285,6 @@ class TPUClusterResolver(ClusterResolver):
             self._make_address(host, f"host {i} {owner}") for i, host in hosts
         ]
 
-    def _read_coordinator(self) -> dict[int, str]:
-        """Returns {0: address} for the first slice's first host, or {}."""
-        host = self._environ_now.get(_COORDINATOR)
-        return {0: self._make_address(host, _COORDINATOR)} if host else {}
-
     def _make_address(self, host: str, owner: str) -> str:
         port = _DEFAULT_PORT
         if self._environ_now.get(_PORT):
@@ -317,18 +301,6 @@ class TPUClusterResolver(ClusterResolver):
         if not self._environ_now.get(_NUM_SLICES):
             return 1
         return read_number(self._environ_now, _NUM_SLICES, _SETTER, minimum=1)
-
-    def _read_slice_id(self) -> int:
-        environ, count = self._environ_now, self._read_num_slices()
-        if not environ.get(_SLICE_ID) and count == 1:
-            return 0
-        try:
-            return read_number(environ, _SLICE_ID, _SETTER, maximum=count - 1)
-        except (ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"{error} {_NUM_SLICES} is {count}. Correct whichever of the "
-                "two variables is wrong."
-            ) from error
 
     def __repr__(self) -> str:
         return f"<TPUClusterResolver of {self._tpu or 'this host'!r}>"

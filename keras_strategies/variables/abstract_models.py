@@ -15,13 +15,11 @@ from keras_strategies.variables import initial_values
 from keras_strategies.variables.abstract_variables import (
     MAX_REAL_SIZE,
     creating,
-    has_lost_value,
     is_abstract,
     is_creating_abstract,
     list_slots,
     make_abstract,
     make_real,
-    shapes_only,
 )
 from keras_strategies.variables.variable_creator import (
     ReplicaDistribution,
@@ -30,8 +28,6 @@ from keras_strategies.variables.variable_creator import (
 )
 
 _MARK = "_ks_abstract"
-_BY_SHAPES = ("int8", "int4", "float8")
-"""Quantization modes whose shapes and dtypes do not depend on values."""
 
 
 @contextlib.contextmanager
@@ -43,10 +39,10 @@ def abstract() -> Iterator[None]:
     machine can be built in seconds, and its memory on a TPU slice can be
     measured. Shapes, dtypes, paths, layouts and the program equal those of an
     ordinary model. A variable of up to 64 entries (a seed, a counter, a
-    learning rate) does get its value. So does a variable of up to 1 MB to which
-    a layer assigns a value in its `build` without reading other variables, such
-    as positions. Optimizer slots, and variables that such a model creates after
-    the block, have no values. Affects only this thread.
+    learning rate) does get its value. So does a variable that is created from a
+    value, or to which a layer assigns a value in its `build` without reading
+    other variables, such as positions. Optimizer slots, and variables that such
+    a model creates after the block, have no values. Affects only this thread.
 
     Code that needs values, such as `get_weights`, `set_weights`,
     `load_weights`, `save`, `fit`, `numpy.asarray(variable)`, or code that loads
@@ -94,25 +90,12 @@ def materialize(
       variables: The model's variables, including those of its optimizer.
       mesh: The mesh of the replicas.
       distribution: The distribution that places the variables.
-
-    Raises:
-      ValueError: if a variable was assigned a value that was not stored.
     """
     # Includes the slots of a custom loop's optimizer, which are not variables
     # of the model.
     slots = [slot for variable in variables for slot in list_slots(variable)]
     by_id = {id(variable): variable for variable in (*variables, *slots)}
     waiting = list(filter(is_abstract, by_id.values()))
-    lost = [v.path for v in waiting if has_lost_value(v)]
-    if lost:
-        raise ValueError(
-            "`materialize` can only initialize variables with their "
-            f"initializers. Received: the model {model.name!r}, whose "
-            f"variables {lost[:8]} were assigned values that were not stored, "
-            "because they are larger than 1 MB or were computed from missing "
-            "values (as in `quantize`). Create the model without "
-            "`ks.abstract()`."
-        )
     # Variables that the model and its nested models create from now on get
     # values.
     for layer in model._flatten_layers():
@@ -149,32 +132,6 @@ def _wrap_build(
     return build_like_model
 
 
-def _wrap_quantize(
-    model: keras.Model, quantize: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Wraps a model's `quantize` to use only shapes and dtypes."""
-
-    @functools.wraps(quantize)
-    def quantize_like_model(
-        mode: Any = None, config: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not hasattr(model, _MARK):
-            return quantize(mode, config, *args, **kwargs)
-        name = mode if isinstance(mode, str) else getattr(config, "mode", mode)
-        if name not in _BY_SHAPES:
-            raise ValueError(
-                "A model that was created in `ks.abstract()` has no values "
-                "with which a quantization could be calibrated. Received: "
-                f"quantize({name!r}) of the model {model.name!r}. Use one of "
-                f"the modes {', '.join(_BY_SHAPES)}, or create the model "
-                "without `ks.abstract()`."
-            )
-        with shapes_only():
-            return quantize(mode, config, *args, **kwargs)
-
-    return quantize_like_model
-
-
 def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     """Wraps `__init__` to mark the models of the block as abstract."""
 
@@ -187,7 +144,6 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
             _MARK: True,
             "build": _wrap_build(model, model.build),
             "_maybe_build": _wrap_build(model, model._maybe_build),
-            "quantize": _wrap_quantize(model, model.quantize),
         }
         for name, value in model_values.items():
             object.__setattr__(model, name, value)

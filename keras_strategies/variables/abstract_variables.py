@@ -14,7 +14,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
@@ -23,7 +23,7 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
-from keras_strategies._types import Array, Shape
+from keras_strategies._types import Array
 from keras_strategies.keras_bridge.patches import Patches
 from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.variables.sharded_variable import (
@@ -32,19 +32,11 @@ from keras_strategies.variables.sharded_variable import (
 )
 from keras_strategies.variables.shardings import get_placement
 
-if TYPE_CHECKING:
-    from numpy.typing import DTypeLike
-
 MAX_REAL_SIZE = 64
 """The largest number of entries of a variable that still gets a value."""
 
-MAX_GIVEN_BYTES = 2**20
-"""The largest number of bytes of an assigned value that is still stored."""
-
 # Keras sets its own `_initializer` to None after a deferred initialization.
 _INITIALIZER = "_ks_initializer"
-_LAYER = "_ks_layer"
-_LOST = "_ks_lost_value"
 _SLOTS = "_ks_abstract_slots"
 _VALUE = "_ks_stored_value"
 
@@ -65,9 +57,8 @@ class ValueStore:
     def __init__(
         self, max_bytes: int, refuse: Callable[[keras.Variable], Exception]
     ) -> None:
-        self._max_bytes, self._refuse = max_bytes, refuse
+        self._free_bytes, self._refuse = max_bytes, refuse
         self._lock = threading.Lock()
-        self._bytes = 0
 
     def read(self, variable: keras.Variable) -> Array:
         """Returns a variable's value, which is first initialized if needed."""
@@ -93,20 +84,16 @@ class ValueStore:
         return is_stored
 
     def _reserve(self, variable: keras.Variable) -> bool:
-        size = jax.dtypes.canonicalize_dtype(variable._dtype).itemsize
-        for number in variable.shape:
-            size *= number
+        dtype = jax.dtypes.canonicalize_dtype(variable._dtype)
+        size = math.prod(variable.shape) * dtype.itemsize
         with self._lock:
-            if self._bytes + size > self._max_bytes:
-                return False
-            self._bytes += size
-        return True
+            has_room = size <= self._free_bytes
+            self._free_bytes -= size * has_room
+        return has_room
 
 
 class _Thread(threading.local):
     is_abstract = False
-    # Whether small variables get no values either.
-    is_shapes_only = False
     is_inferring = False
 
 
@@ -140,35 +127,23 @@ class AbstractVariable(keras.Variable):
             return self._maybe_autocast(zeros)
         if _process.store is not None:
             return self._maybe_autocast(_process.store.read(self))
-        raise RuntimeError(_message(self, in_step=scope is not None))
-
-    def __array__(self, dtype: "DTypeLike | None" = None) -> np.ndarray:
-        """Returns the value or, in `shapes_only`, zeros that take no memory."""
-        if not _thread.is_shapes_only:
-            return super().__array__(dtype)
-        zero = np.zeros((), dtype or jax.numpy.dtype(self._dtype))
-        return np.broadcast_to(zero, self.shape)
+        raise RuntimeError(_message(self))
 
     def assign(self, value: Array) -> Array:
         """Assigns a value.
 
         In a step, the value is written to the step's state. While a model is
-        created, the variable becomes a plain variable with this value; but a
-        value of more than `MAX_GIVEN_BYTES` is dropped. In `storing_values`,
-        the value is stored if there is room for it.
+        created, the variable becomes a plain variable with this value. In
+        `storing_values`, the value is stored if there is room for it.
 
         Returns:
           The value, in the variable's dtype.
         """
-        is_stored = _process.store is not None and not _thread.is_shapes_only
-        if get_stateless_scope() is not None or is_stored:
+        if get_stateless_scope() is not None or _process.store is not None:
             return super().assign(value)
         if not _thread.is_abstract:
-            raise RuntimeError(_message(self, in_step=False))
+            raise RuntimeError(_message(self))
         value = self._convert_to_tensor(value, dtype=self._dtype)
-        if _thread.is_shapes_only or value.nbytes > MAX_GIVEN_BYTES:
-            setattr(self, _LOST, True)
-            return value
         if tuple(value.shape) == tuple(self.shape):
             make_real(self)
         return keras.Variable.assign(self, value)
@@ -178,13 +153,7 @@ class AbstractVariable(keras.Variable):
         store = _process.store
         if store is None or not store.write(self, value):
             # Its initial value would not be its value any more.
-            setattr(self, _INITIALIZER, None)
-            setattr(self, _LOST, True)
-
-    def _validate_shape(self, shape: Shape) -> Shape:
-        """Checks a shape; a variable that was created with a value drops it."""
-        self._value = None
-        return super()._validate_shape(shape)
+            self.__dict__[_INITIALIZER] = None
 
     def _deferred_initialize(self) -> None:
         """Sets only the layout; Keras's method would create the value."""
@@ -194,11 +163,6 @@ class AbstractVariable(keras.Variable):
 def is_abstract(variable: object) -> bool:
     """Returns whether a variable has no value."""
     return isinstance(variable, AbstractVariable)
-
-
-def has_lost_value(variable: object) -> bool:
-    """Returns whether a value assigned to an abstract variable was dropped."""
-    return getattr(variable, _LOST, False)
 
 
 def creating_layer() -> Any:
@@ -241,7 +205,7 @@ def make_real(variable: keras.Variable) -> Callable[..., Any] | None:
     initializer = variable.__dict__.pop(_INITIALIZER)
     variable._initializer = None
     variable.__class__ = keras.Variable
-    for name in (_LAYER, _LOST, _SLOTS, _VALUE):
+    for name in (_SLOTS, _VALUE):
         variable.__dict__.pop(name, None)
     if get_placement(variable) is not None:
         make_sharded(variable)
@@ -264,7 +228,7 @@ def refuse_abstract(variables: Iterable[keras.Variable]) -> None:
     """Raises RuntimeError if any of the variables has no value."""
     for variable in variables:
         if is_abstract(variable):
-            raise RuntimeError(_message(variable, in_step=False))
+            raise RuntimeError(_message(variable))
 
 
 @contextlib.contextmanager
@@ -279,61 +243,34 @@ def creating(*, abstract: bool) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def inferring_shapes() -> Iterator[None]:
+def inferring_shapes() -> contextlib.AbstractContextManager[None]:
     """Lets abstract variables read as zeros in a block that infers shapes."""
-    with temporary_attribute(_thread, "is_inferring", True):
-        yield
+    return temporary_attribute(_thread, "is_inferring", True)
 
 
-@contextlib.contextmanager
-def storing_values(store: ValueStore) -> Iterator[None]:
+def storing_values(
+    store: ValueStore,
+) -> contextlib.AbstractContextManager[None]:
     """Lets code of all threads read and write abstract variables in the block.
 
     Args:
       store: The store of the values.
     """
-    with temporary_attribute(_process, "store", store):
-        yield
-
-
-@contextlib.contextmanager
-def shapes_only() -> Iterator[None]:
-    """Restricts the block to computing shapes.
-
-    Abstract variables read as zeros, and values that are assigned to variables
-    are not stored.
-    """
-    with (
-        creating(abstract=True),
-        inferring_shapes(),
-        temporary_attribute(_thread, "is_shapes_only", True),
-    ):
-        yield
+    return temporary_attribute(_process, "store", store)
 
 
 def describe(variable: keras.Variable) -> str:
-    """Returns a variable's path, shape and layer, for messages."""
-    layer = getattr(variable, _LAYER, None)
-    shown = f"{variable.path!r} of shape {tuple(variable.shape)}"
-    return shown if layer is None else f"{shown}, of layer {layer}"
+    """Returns a variable's path and shape, for messages."""
+    return f"{variable.path!r} of shape {tuple(variable.shape)}"
 
 
-def _message(variable: keras.Variable, *, in_step: bool) -> str:
-    received = describe(variable)
-    if in_step:
-        return (
-            "A step can read a variable that was created in `ks.abstract()` "
-            "only if the variable is in the step's state. Received: a step "
-            f"that reads {received}. The variable is not in its state, so its "
-            "value would be zeros. Make the variable's layer an attribute of "
-            "the model or of one of its layers, or create the variable outside "
-            "of `ks.abstract()`."
-        )
+def _message(variable: keras.Variable) -> str:
     return (
         "A variable that was created in `ks.abstract()` has a shape and no "
-        f"value. Received: a read or write of {received}. To compile a step, "
-        "call `strategy.compile_step(model, batch)`, which needs no values. To "
+        f"value. Received: a read or write of {describe(variable)}, which is "
+        "not in the state of a step. To compile a step of a model, call "
+        "`strategy.compile_step(model, batch)`, which needs no values; the "
+        "variable must belong to the model or to one of its layers. To "
         "initialize the variables, call `strategy.materialize(model)`."
     )
 
@@ -344,49 +281,15 @@ def _wrap_initialize(original: Callable[..., None]) -> Callable[..., None]:
         variable: keras.Variable, initializer: Callable[..., Any]
     ) -> None:
         is_small = math.prod(variable.shape) <= MAX_REAL_SIZE
-        is_real = is_small and not _thread.is_shapes_only
-        if not _thread.is_abstract or is_real:
+        if not _thread.is_abstract or is_small:
             original(variable, initializer)
-        else:
-            _leave_out(variable, initializer)
-
-    return initialize
-
-
-def _wrap_initialize_with_value(
-    original: Callable[..., None],
-) -> Callable[..., None]:
-    @functools.wraps(original)
-    def initialize(variable: keras.Variable, value: Array) -> None:
-        size = math.prod(value.shape) * np.dtype(value.dtype).itemsize
-        is_kept = size <= MAX_GIVEN_BYTES and not _thread.is_shapes_only
-        if not _thread.is_abstract or is_kept:
-            original(variable, value)
             return
-        variable._shape = tuple(value.shape)
-        _leave_out(variable, None)
-        variable._direct_assign(value)
-        # Keras's constructor reads its shape, by `_validate_shape`.
-        variable._value = jax.ShapeDtypeStruct(variable._shape, value.dtype)
+        variable._initialize_layout()
+        make_abstract(variable, initializer)
 
     return initialize
-
-
-def _leave_out(
-    variable: keras.Variable, initializer: Callable[..., Any] | None
-) -> None:
-    """Makes a new variable abstract, and records its layer for messages."""
-    variable._initialize_layout()
-    make_abstract(variable, initializer)
-    layer = creating_layer()
-    if layer is not None:
-        name = f"{layer.name!r} ({type(layer).__name__})"
-        setattr(variable, _LAYER, name)
 
 
 _patches = Patches(
-    lambda: [
-        (keras.Variable, "_initialize_with_initializer", _wrap_initialize),
-        (keras.Variable, "_initialize", _wrap_initialize_with_value),
-    ]
+    lambda: [(keras.Variable, "_initialize_with_initializer", _wrap_initialize)]
 )

@@ -1,9 +1,9 @@
 """A strategy's `layout_map`, which shards variables over a replica's cores."""
 
-import difflib
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import keras
@@ -30,20 +30,16 @@ class LayoutMap:
         from a shape to a tuple.
 
     Raises:
-      TypeError: if `layout_map` is not a mapping.
-      ValueError: if a key is not a valid regular expression, a layout contains
-        another axis, or the model axis twice, or cores share sequences.
+      re.error: if a key is not a valid regular expression.
+      ValueError: if a layout contains another axis, or the model axis twice, or
+        cores share sequences.
     """
 
-    def __init__(self, mesh: ReplicaMesh, layout_map: object) -> None:
+    def __init__(
+        self, mesh: ReplicaMesh, layout_map: Mapping[str, Any]
+    ) -> None:
         self._mesh = mesh
         self._layouts: dict[str, Any] = {}
-        if not isinstance(layout_map, Mapping):
-            raise TypeError(
-                "`layout_map` must map paths of variables to axes. Received: "
-                f"an object of type {type(layout_map).__name__}. Pass a dict "
-                f"such as {{'.*/kernel': (None, {mesh.model_axis!r})}}."
-            )
         if mesh.context_parallel and layout_map:
             raise ValueError(
                 "`layout_map` and `context_parallel` must not be passed "
@@ -53,7 +49,7 @@ class LayoutMap:
                 "`variable_partitioner` shards variables over the replicas."
             )
         for key in layout_map:
-            _check_key(key)
+            re.compile(key)
             self._layouts[key] = self._read_layout(key, layout_map[key])
         if mesh.cores_per_replica == 1:
             self._layouts = {}
@@ -77,11 +73,7 @@ class LayoutMap:
         axes = self._layouts[key]
         if callable(axes):
             axes = self._read_layout(key, axes(tuple(shape)))
-        is_possible = len(axes) == len(shape) and all(
-            axis is None or size % cores == 0
-            for axis, size in zip(axes, shape, strict=True)
-        )
-        if not is_possible:
+        if not fits(axes, shape, cores):
             raise ValueError(
                 "A layout must contain an axis or None for each dimension, and "
                 "a dimension with an axis must be a multiple of the number of "
@@ -110,10 +102,9 @@ class LayoutMap:
         model, value = self._mesh.model_axis, getattr(layout, "axes", layout)
         if callable(value):
             return value
-        is_nest = isinstance(value, Iterable) and not isinstance(value, str)
-        axes: tuple[Any, ...] = tuple(value) if is_nest else ()
+        axes: tuple[Any, ...] = tuple(value or ())
         named = [axis for axis in axes if axis is not None]
-        if not is_nest or set(named) - {model} or len(named) > 1:
+        if value is None or set(named) - {model} or len(named) > 1:
             raise ValueError(
                 "A layout must shard at most one dimension of a variable over "
                 f"cores. Received: layout_map[{key!r}] = {value!r}. Use a "
@@ -129,23 +120,23 @@ class LayoutMap:
             before a step, so these variables exist.
 
         Raises:
-          ValueError: if no key has matched a path or a part of a path.
+          ValueError: if no key has matched a path.
         """
         divisible = [v for v in variables if v.shape]
-        if not self._unmatched or not divisible:
-            return
-        paths = [v.path for v in divisible]
-        unmatched = self._unmatched
-        has_part = any(_find_partial_matches(key, paths) for key in unmatched)
         # Weights suffice as examples; slots are placed like their weights.
-        weights = [v.path for v in divisible if v.trainable] or paths
-        shown = _describe_keys(unmatched, list(dict.fromkeys(weights)))
-        if len(unmatched) == len(self._layouts) and not has_part:
+        weights = [v.path for v in divisible if v.trainable]
+        paths = list(dict.fromkeys(weights or [v.path for v in divisible]))
+        if not self._unmatched or not paths:
+            return
+        shown = ", ".join(
+            f"{key!r} (nearest: {get_close_matches(key, paths, _MAX_NEAR, 0)})"
+            for key in self._unmatched
+        )
+        if len(self._unmatched) == len(self._layouts):
             raise ValueError(
                 "Each key of `layout_map` must match the full path of a "
                 "variable. No key matches one, so no variable would be sharded "
-                f"over cores: {shown}. Change the "
-                "keys, or remove `layout_map`."
+                f"over cores: {shown}. Change the keys, or remove `layout_map`."
             )
         self._unmatched = []
         warnings.warn(
@@ -157,32 +148,9 @@ class LayoutMap:
         )
 
 
-def _find_partial_matches(key: str, paths: list[str]) -> list[str]:
-    """Returns the paths that a key matches in part, as in Keras's maps."""
-    return [path for path in paths if re.search(key, path)]
-
-
-def _describe_keys(keys: list[str], paths: list[str]) -> str:
-    """Describes keys, each with the paths that are most similar to it."""
-    shown = []
-    for key in keys:
-        # Removes the characters of regular expressions that do not occur in
-        # paths.
-        words = re.sub(r"[^\w/]+", "", key)
-        near = _find_partial_matches(key, paths) or difflib.get_close_matches(
-            words, paths, _MAX_NEAR, 0.0
-        )
-        names = ", ".join(map(repr, near[:_MAX_NEAR]))
-        shown.append(f"{key!r} (nearest: {names})")
-    return ", ".join(shown)
-
-
-def _check_key(key: str) -> None:
-    try:
-        re.compile(key)
-    except (TypeError, re.error) as error:
-        raise ValueError(
-            "A key of `layout_map` must be a variable's path or a regular "
-            f"expression. Received: {key!r} ({error}). Use a key such as "
-            "'.*/kernel'."
-        ) from error
+def fits(axes: Axes, shape: Sequence[int], cores: int) -> bool:
+    """Returns whether the cores can share the dimensions with an axis."""
+    return len(axes) == len(shape) and all(
+        axis is None or size % cores == 0
+        for axis, size in zip(axes, shape, strict=True)
+    )

@@ -85,22 +85,15 @@ def read_learning_rates(model: keras.Model) -> dict[str, float]:
       model: A compiled model. A fit of the model may be running.
 
     Returns:
-      A dict {"learning_rate": rate}, or for a MultiOptimizer
-      {"learning_rate/0": ..., "learning_rate/1": ...}. Empty if the model has
-      no Keras optimizer. Rates that are not scalars are omitted.
+      A dict {"learning_rate": rate}. Empty if the model has no Keras optimizer
+      or a MultiOptimizer, or the rate is not a scalar.
     """
     optimizer = _unwrap_optimizer(model)
-    if optimizer is None:
+    several = keras.optimizers.MultiOptimizer
+    if optimizer is None or isinstance(optimizer, several):
         return {}
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
-        parts = enumerate(optimizer.optimizers)
-        optimizers = {f"learning_rate/{k}": part for k, part in parts}
-    else:
-        optimizers = {"learning_rate": optimizer}
-    rates = {
-        name: _compute_rate(model, one) for name, one in optimizers.items()
-    }
-    return {n: float(rate) for n, rate in rates.items() if np.ndim(rate) == 0}
+    rate = _compute_rate(model, optimizer)
+    return {"learning_rate": float(rate)} if np.ndim(rate) == 0 else {}
 
 
 def count_optimizer_steps(model: keras.Model) -> int:
@@ -247,8 +240,9 @@ def take_ownership(
             if not is_ours or num_others > (variable._value is value):
                 value = copy_with_sharding(value, sharding)
             elif not known:
-                # Two variables of the group may still share a buffer.
-                pointer = _pointer(value)
+                # Two variables of the group may still share a buffer. (Not by
+                # `addressable_shards`: see `spmd.values.local_shards`.)
+                pointer = value.addressable_data(0).unsafe_buffer_pointer()
                 if pointer in pointers:
                     value = copy_with_sharding(value, sharding)
                 pointers.add(pointer)
@@ -314,8 +308,3 @@ def _is_among(array: object, owned: Owned) -> bool:
 
 def _count_references(group: Group) -> list[int]:
     return [sys.getrefcount(group[i]) for i in range(len(group))]
-
-
-def _pointer(array: jax.Array) -> int:
-    # Not `addressable_shards`: see `spmd.values.local_shards`.
-    return array.addressable_data(0).unsafe_buffer_pointer()

@@ -19,11 +19,6 @@ from keras_strategies.spmd.mesh import (
     ReplicaMesh,
     standardize_reduce_dtype,
 )
-from keras_strategies.variables.partitioner_arguments import (
-    check_offload,
-    check_partitioner,
-    has_tf_signature,
-)
 
 MIN_SIZE = 2**14
 """The default `min_size`: variables with fewer entries are not sharded."""
@@ -87,7 +82,7 @@ class FullySharded:
     offload: str | None = None
 
     def __post_init__(self) -> None:
-        check_offload(self.offload)
+        _check_offload(self.offload)
         fix = "Leave it out to shard over all replicas of a process."
         check_number("shards", self.shards, fix, minimum=1)
         fix = "Pass 1 to shard every variable that can be sharded."
@@ -151,7 +146,7 @@ class Replicated:
     offload: str | None = None
 
     def __post_init__(self) -> None:
-        check_offload(self.offload)
+        _check_offload(self.offload)
         dtype = standardize_reduce_dtype(self.reduce_dtype)
         object.__setattr__(self, "reduce_dtype", dtype)
 
@@ -171,7 +166,7 @@ class Partitioner:
 
     Args:
       partitioner: A `FullySharded` or `SlotsOnly`; or a function of a path,
-        a shape and a dtype, or of only `shape` and `dtype` as in TensorFlow.
+        a shape and a dtype.
       mesh: The mesh of the strategy's replicas.
 
     Attributes:
@@ -188,7 +183,7 @@ class Partitioner:
     """
 
     def __init__(self, partitioner: PartitionerLike, mesh: ReplicaMesh) -> None:
-        check_partitioner(partitioner, isinstance(partitioner, FullySharded))
+        _check_partitioner(partitioner)
         self.original = partitioner
         self.has_replicated_weights = isinstance(partitioner, SlotsOnly)
         self.offload: str | None = getattr(partitioner, "offload", None)
@@ -196,11 +191,8 @@ class Partitioner:
         self.sum_dtype: str | None = None
         if isinstance(partitioner, FullySharded):
             self.sum_dtype = partitioner.reduce_dtype
-        num_replicas, process_replicas = (
-            mesh.num_replicas,
-            mesh.replicas_per_process,
-        )
-        default = process_replicas if process_replicas > 1 else num_replicas
+        num_replicas, own = mesh.num_replicas, mesh.replicas_per_process
+        default = own if own > 1 else num_replicas
         self.shards = shards or mesh.shards or default
         if num_replicas % self.shards:
             raise ValueError(
@@ -208,9 +200,6 @@ class Partitioner:
                 f"Received: shards={self.shards} with {num_replicas} replicas. "
                 "Pass a divisor of the number of replicas."
             )
-        self._is_named = not isinstance(partitioner, FullySharded) and (
-            has_tf_signature(partitioner)
-        )
 
     def choose_dimension(
         self,
@@ -244,26 +233,25 @@ class Partitioner:
                 return None
             return self._find_dimension(path, shape, over_cores)
         try:
-            if self._is_named:
-                answer = partitioner(shape=shape, dtype=dtype)
-            else:
-                answer = partitioner(path, shape, dtype)
+            dim = partitioner(path, shape, dtype)
         except Exception as error:
             error.add_note(
                 f"`variable_partitioner` was called for variable {path!r} of "
                 f"shape {shape}."
             )
             raise
-        dim = self._check_answer(answer, path, shape)
-        if dim is not None and any(over_cores[dim : dim + 1]):
+        if dim is None:
+            return None
+        self._check_answer(dim, path, shape)
+        if any(over_cores[dim : dim + 1]):
             raise ValueError(
                 "A dimension cannot be sharded over both the replicas and a "
                 "replica's cores. Received: `variable_partitioner` returned "
-                f"{answer!r} for variable {path!r} of shape {shape}, but "
-                f"`layout_map` shards dimension {dim} over "
+                f"{dim!r} for variable {path!r} of shape {shape}, but "
+                f"`layout_map` shards this dimension over "
                 f"{over_cores[dim]!r}. Return another dimension, or None."
             )
-        return dim
+        return int(dim)
 
     @property
     def shards_any(self) -> bool:
@@ -309,28 +297,19 @@ class Partitioner:
 
         Returns:
           The reason twice: as a few words and as a sentence. None for a
-          scalar, and for a variable that is sharded.
+          scalar, for a variable that is sharded, and if a user-defined function
+          chose it.
         """
         partitioner = self.original
-        if not shape or isinstance(partitioner, Replicated):
+        if not shape or not isinstance(partitioner, FullySharded):
             return None
-        if self.shards == 1:
-            return "1 shard", "Each group has only one replica."
-        if not isinstance(partitioner, FullySharded):
-            return "chosen", f"{self.name} returned None for it."
         if math.prod(shape) < partitioner.min_size:
             minimum = f"{partitioner.min_size:,}"
             return "small", f"It has fewer entries than min_size={minimum}."
-        if self._find_dimension("", shape) is None:
-            return (
-                "indivisible",
-                f"No dimension is a multiple of the {self.shards} shards.",
-            )
         if self._find_dimension("", shape, over_cores) is None:
-            return (
-                "over cores",
-                "Every dimension that is a multiple of the "
-                f"{self.shards} shards is already sharded over cores.",
+            return "indivisible", (
+                f"No dimension is a multiple of the {self.shards} shards and "
+                "not yet sharded over cores."
             )
         if self.has_replicated_weights:
             return "weight", "Only its slots are sharded."
@@ -352,33 +331,43 @@ class Partitioner:
         return size > 0 and size % self.shards == 0
 
     def _check_answer(
-        self, answer: Any, path: str, shape: tuple[int, ...]
-    ) -> Dimension:
-        if answer is None:
-            return None
-        dim = answer
-        if isinstance(answer, list | tuple):
-            # tf's partitioners return a list with the number of shards along
-            # each dimension.
-            counts = list(answer)
-            dims = [d for d, count in enumerate(counts) if count != 1]
-            if not dims and len(counts) == len(shape):
-                return None
-            is_one = len(dims) == 1 and len(counts) == len(shape)
-            dim = dims[0] if is_one and counts[dims[0]] == self.shards else -1
-        elif isinstance(answer, bool) or not hasattr(answer, "__index__"):
+        self, dim: Any, path: str, shape: tuple[int, ...]
+    ) -> None:
+        if isinstance(dim, bool) or not hasattr(dim, "__index__"):
             raise TypeError(
                 "`variable_partitioner` must return the dimension along which "
-                f"to shard a variable, or None. Received: {answer!r} of type "
-                f"{type(answer).__name__} for variable {path!r}. Return an "
+                f"to shard a variable, or None. Received: {dim!r} of type "
+                f"{type(dim).__name__} for variable {path!r}. Return an "
                 "integer or None."
             )
         if not 0 <= dim < len(shape) or not self._fits(shape[dim]):
             raise ValueError(
                 "A variable must be sharded along one of its dimensions, whose "
                 "size is a multiple of the number of shards. Received: "
-                f"`variable_partitioner` returned {answer!r} for variable "
+                f"`variable_partitioner` returned {dim!r} for variable "
                 f"{path!r} of shape {shape}, with {self.shards} shards. Return "
                 "such a dimension, or None to replicate the variable."
             )
-        return int(dim)
+
+
+def _check_offload(offload: object) -> None:
+    """Raises ValueError unless `offload` is "optimizer" or None."""
+    if offload not in (None, "optimizer"):
+        raise ValueError(
+            f"`offload` must be 'optimizer' or None. Received: {offload!r}. "
+            "Pass 'optimizer' to store optimizer slots in the memory of the "
+            "host."
+        )
+
+
+def _check_partitioner(partitioner: object) -> None:
+    """Raises TypeError unless an object can be a strategy's partitioner."""
+    is_known = callable(partitioner) or isinstance(partitioner, FullySharded)
+    if isinstance(partitioner, type) or not is_known:
+        raise TypeError(
+            "`variable_partitioner` must be an object or a function. Received: "
+            f"{partitioner!r} of type {type(partitioner).__name__}. Pass a "
+            "partitioner with parentheses, such as "
+            "`ks.experimental.FullySharded()`, or a function of a variable's "
+            "path, shape and dtype that returns a dimension or None."
+        )

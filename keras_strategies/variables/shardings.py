@@ -169,9 +169,7 @@ class Placements:
     ) -> None:
         self._mesh = mesh
         self.partitioner = partitioner
-        self.layout_map = LayoutMap(
-            mesh, {} if layout_map is None else layout_map
-        )
+        self.layout_map = LayoutMap(mesh, layout_map or {})
         self._is_compared = False
         self._shardings: dict[tuple[Axes, bool], NamedSharding] = {}
 

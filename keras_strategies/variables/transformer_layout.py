@@ -12,7 +12,6 @@ References:
 import dataclasses
 import math
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import keras
 
 from keras_strategies.cluster.checks import check_number
+from keras_strategies.variables.layout_map import fits
 from keras_strategies.variables.transformer_structures import (
     MODEL,
     Axes,
@@ -33,34 +33,9 @@ Layout = Any
 _Group = list[tuple[Axes, keras.Variable]]
 """The variables that a pattern matches: pairs of a variable's axes and it."""
 
-_WARNED_SHARE = 0.05
-_WARNED_SIZE = 2**14
-
 
 @dataclasses.dataclass(frozen=True)
 class ByShape:
-    """A layout that chooses a variable's axes by the variable's shape.
-
-    Attributes:
-      wider: The axes of a variable whose last dimension is at least as large as
-        the first.
-      narrower: The axes of all other variables.
-      cores: The number of cores. A variable is replicated if the dimension to
-        shard is not a multiple of this number.
-    """
-
-    wider: Axes
-    narrower: Axes
-    cores: int
-
-    def __call__(self, shape: Sequence[int]) -> Axes:
-        """Returns the mesh axis, or None, for each dimension of a variable."""
-        axes = self.wider if shape[-1] >= shape[0] else self.narrower
-        return axes if _fits(axes, shape, self.cores) else (None,) * len(shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class ByExactShape:
     """A layout that knows the axes of some shapes, and replicates others.
 
     Attributes:
@@ -92,15 +67,13 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
     `GroupQueryAttention` and in keras-hub models. Tables with at least 0.5
     percent of the bytes, whose vocabulary is not a multiple of `cores`, are
     sharded along their width. Other dense layers and convolutions with at least
-    0.5 percent of the bytes are sharded along their wide dimension. Warns about
-    variables with at least 5 percent of the bytes that belong to no recognized
-    layer and could be sharded.
+    0.5 percent of the bytes are sharded along their wide dimension.
 
     Args:
       model: A built model, for example one created outside of the strategy's
         scope. It is not changed. The keys of the map are patterns that ignore
-        the numbers in layer names, so the map of a small model also fits a
-        large model of the same architecture.
+        the numbers in layer names, so the map also fits a model with more
+        layers.
       cores: The number of cores of a replica: `num_cores_per_replica` of a
         device assignment.
 
@@ -111,7 +84,7 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
       to such a tuple instead.
 
     Raises:
-      TypeError: if `model` is not a model, or `cores` is not an integer.
+      TypeError: if `cores` is not an integer.
       ValueError: if the model is not built, has no attention, or has no
         variable that can be sharded over `cores`.
 
@@ -150,24 +123,10 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
             f"which divides none of them in the model {model.name!r}. Pass a "
             "divisor of the number of heads."
         )
-    for pattern, variables in by_pattern.items():
-        whole = [
-            v
-            for v in variables
-            # Heads that the cores cannot share are replicated.
-            if any(chosen.get(id(v), "?"))
-            and not any(_apply(layouts.get(pattern), v))
-        ]
-        _warn_of_whole(pattern, whole, shares, cores)
     return _match_nested(layouts, [v.path for v in model.variables])
 
 
-def _check_model(model: object) -> None:
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            "`transformer_layout` expects a `keras.Model`. Received: an object "
-            f"of type {type(model).__name__}. Pass a model."
-        )
+def _check_model(model: keras.Model) -> None:
     if not model.built or not model.variables:
         raise ValueError(
             "`transformer_layout` expects a built model. Received: the model "
@@ -180,18 +139,16 @@ def _measure_shares(
     by_pattern: Mapping[str, Sequence[keras.Variable]],
 ) -> dict[int, float]:
     """Returns the share of the model's bytes of each variable's pattern."""
-    sizes = {
-        pattern: sum(
-            math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in variables
-        )
-        for pattern, variables in by_pattern.items()
-    }
-    total = sum(sizes.values())
-    return {
-        id(v): sizes[pattern] / total
-        for pattern, variables in by_pattern.items()
-        for v in variables
-    }
+    sizes: dict[int, int] = {}
+    for variables in by_pattern.values():
+        size = sum(map(_count_bytes, variables))
+        sizes |= {id(v): size for v in variables}
+    total = sum(_count_bytes(v) for vs in by_pattern.values() for v in vs)
+    return {key: size / total for key, size in sizes.items()}
+
+
+def _count_bytes(variable: keras.Variable) -> int:
+    return math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize
 
 
 def _make_layout(group: _Group, cores: int) -> Layout | None:
@@ -199,108 +156,45 @@ def _make_layout(group: _Group, cores: int) -> Layout | None:
 
     Args:
       group: The variables.
-      cores: See `ByShape`.
+      cores: The number of cores. A variable is replicated if the dimension to
+        shard is not a multiple of this number.
 
     Returns:
       The value for the layout map, or None if the variables are replicated.
     """
-    fitting = _unify(
-        [
-            (axes if _fits(axes, v.shape, cores) else (None,) * len(axes), v)
-            for axes, v in group
-        ],
-        cores,
-    )
-    kinds = {axes for axes, _ in fitting if any(axes)}
-    candidates: list[Layout] = []
-    if len(kinds) == 1:
-        (axes,) = kinds
-        candidates += [axes, ByShape(axes, axes, cores)]
-    elif kinds == {(None, MODEL), (MODEL, None)}:
-        candidates += [ByShape((None, MODEL), (MODEL, None), cores)]
-    # Whether a vector should be sharded cannot be seen from its size.
-    if kinds and all(len(axes) > 1 for axes in kinds):
-        by_shape = {tuple(v.shape): axes for axes, v in fitting}
-        candidates += [ByExactShape(tuple(sorted(by_shape.items())))]
-    for layout in candidates:
-        is_vector = isinstance(layout, ByShape) and len(layout.wider) == 1
-        if not is_vector and all(_apply(layout, v) == a for a, v in fitting):
-            return layout
-    return None
-
-
-def _unify(group: _Group, cores: int) -> _Group:
-    """Gives matrices of one shape the same axes, if all are to be sharded.
-
-    Neither their names nor their shapes tell the layers into heads from those
-    out of them.
-    """
-    by_width = ByShape((None, MODEL), (MODEL, None), cores)
-    wanted: dict[tuple[int, ...], set[Axes]] = {}
+    by_shape: dict[tuple[int, ...], set[Axes]] = {}
     for axes, variable in group:
-        wanted.setdefault(tuple(variable.shape), set()).add(axes)
-    mixed = {
-        shape
-        for shape, axes in wanted.items()
-        if len(shape) == 2 and len(axes) > 1 and all(map(any, axes))
-    }
-    return [
-        (by_width(v.shape) if tuple(v.shape) in mixed else axes, v)
-        for axes, v in group
-    ]
+        shape = tuple(variable.shape)
+        if not fits(axes, shape, cores):
+            axes = (None,) * len(axes)
+        by_shape.setdefault(shape, set()).add(axes)
+    chosen: dict[tuple[int, ...], Axes] = {}
+    for shape, options in by_shape.items():
+        axes = _unify(shape, options)
+        if axes is None:
+            return None
+        chosen[shape] = axes
+    kinds = {*chosen.values()}
+    sharded = [axes for axes in kinds if any(axes)]
+    if sharded and len(kinds) == 1:
+        return sharded[0]
+    # Whether a vector should be sharded cannot be seen from its size.
+    if not sharded or any(len(axes) < 2 for axes in sharded):
+        return None
+    return ByShape(tuple(sorted(chosen.items())))
 
 
-def _apply(layout: Layout, variable: keras.Variable) -> Axes:
-    """Returns the axes that a layout gives a variable."""
-    if layout is None:
-        return (None,) * len(variable.shape)
-    axes: Any = layout(variable.shape) if callable(layout) else layout
-    return axes
+def _unify(shape: tuple[int, ...], axes: set[Axes]) -> Axes | None:
+    """Returns the axes of variables of one shape; None if they differ.
 
-
-def _warn_of_whole(
-    pattern: str,
-    variables: Sequence[keras.Variable],
-    shares: Mapping[int, float],
-    cores: int,
-) -> None:
-    """Warns if large variables are replicated that could be sharded.
-
-    Args:
-      pattern: The pattern that matches the variables.
-      variables: Variables that belong to no known structure.
-      shares: See `choose_axes`.
-      cores: See `ByShape`.
+    Matrices that are all to be sharded get the same axes. Neither their names
+    nor their shapes tell the layers into heads from those out of them.
     """
-    able = [
-        v
-        for v in variables
-        if len(v.shape) > 1 and any(n % cores == 0 for n in v.shape)
-    ]
-    size = sum(math.prod(v.shape) for v in able)
-    if size < _WARNED_SIZE or shares[id(able[0])] < _WARNED_SHARE:
-        return
-    shape = tuple(able[0].shape)
-    dim = max(
-        range(len(shape)), key=lambda d: (shape[d] % cores == 0, shape[d])
-    )
-    axes = tuple(MODEL if d == dim else None for d in range(len(shape)))
-    warnings.warn(
-        "`transformer_layout` must recognize a layer to shard its variables. "
-        f"Received: {able[0].path!r} of shape {shape}, one of {len(able)} such "
-        f"variables with {shares[id(able[0])]:.0%} of the weights' bytes. They "
-        "are replicated on every core. Name the layer's sublayers as "
-        "in `keras.layers.MultiHeadAttention`, or add the variables to the "
-        f"map: layout_map[{pattern!r}] = {axes}.",
-        stacklevel=3,
-    )
-
-
-def _fits(axes: Axes, shape: Sequence[int], cores: int) -> bool:
-    return len(axes) == len(shape) and all(
-        axis is None or size % cores == 0
-        for axis, size in zip(axes, shape, strict=True)
-    )
+    if len(axes) == 1:
+        return next(iter(axes))
+    if len(shape) != 2 or not all(map(any, axes)):
+        return None
+    return (None, MODEL) if shape[-1] >= shape[0] else (MODEL, None)
 
 
 def _make_pattern(path: str) -> str:

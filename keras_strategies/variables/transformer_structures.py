@@ -38,11 +38,8 @@ class Projection:
     def sizes(self) -> tuple[int, int]:
         """The kernel's input and output sizes, each a product of dimensions."""
         shape = self.kernel.shape
-        size_in, size_out = (
-            math.prod(shape[dim] for dim in dims)
-            for dims in (self.rows, self.columns)
-        )
-        return size_in, size_out
+        size_in = math.prod(shape[dim] for dim in self.rows)
+        return size_in, math.prod(shape[dim] for dim in self.columns)
 
     def make_axes(self, *, over_columns: bool) -> dict[int, Axes]:
         """Returns axes that shard the variables along columns or rows."""
@@ -65,10 +62,6 @@ class Projection:
                     *(kernel_axes[column] for column in self.columns),
                 )
         return select_by_name(self.layer, by_name)
-
-    def keep_whole(self) -> dict[int, Axes]:
-        """Returns axes that replicate the kernel."""
-        return {id(self.kernel): (None,) * len(self.kernel.shape)}
 
 
 def find_projections(
@@ -315,12 +308,14 @@ def find_attention(
         if not into_heads and not _is_out_of_heads(p, into, projections):
             continue
         kind = first.get(id(p), "q")
-        if len(p.kernel.shape) == 2 and not _has_heads(parent, kind, cores):
-            by_id |= p.keep_whole()
-        elif _is_divisible(p, into_heads, cores):
+        dims = p.columns if into_heads else p.rows
+        is_shared = p.kernel.shape[dims[0]] % cores == 0
+        if len(p.kernel.shape) == 2:
+            is_shared = is_shared and _has_heads(parent, kind, cores)
+        if is_shared:
             by_id |= p.make_axes(over_columns=into_heads)
         else:
-            by_id |= p.keep_whole()
+            by_id[id(p.kernel)] = (None,) * len(p.kernel.shape)
     return by_id
 
 
@@ -367,10 +362,3 @@ def _has_heads(parent: keras.Layer, kind: str, cores: int) -> bool:
     else:
         chosen = others or key_counts
     return all(count % cores == 0 for count in chosen)
-
-
-def _is_divisible(
-    projection: Projection, over_columns: bool, cores: int
-) -> bool:
-    dims = projection.columns if over_columns else projection.rows
-    return projection.kernel.shape[dims[0]] % cores == 0

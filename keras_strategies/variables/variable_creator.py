@@ -170,7 +170,9 @@ def _wrap_slot_creation(
         distribution = keras.distribution.distribution()
         layouts = contextlib.nullcontext()
         if isinstance(distribution, ReplicaDistribution):
-            if _is_made_later(reference_variable):
+            # A weight that was created in a trace is not placed yet.
+            weight = reference_variable
+            if weight._value is None and weight._layout is None:
                 distribution.get_variable_layout(reference_variable)
             layouts = _set_layout_of_slots(reference_variable, distribution)
         abstract = is_abstract(reference_variable)
@@ -187,12 +189,6 @@ def _wrap_slot_creation(
         return slot
 
     return make
-
-
-def _is_made_later(weight: keras.Variable) -> bool:
-    """Returns whether a weight was created in a trace and is not placed yet."""
-    has_nothing = getattr(weight, "_value", None) is None
-    return has_nothing and getattr(weight, "_layout", None) is None
 
 
 def _set_layout_of_slots(
@@ -251,10 +247,9 @@ def adopt(
         if value is None:
             variable._layout = sharding
             continue
-        is_ours = variable._layout is sharding
-        if is_ours and value.sharding.is_equivalent_to(sharding, value.ndim):
-            continue
-        moved.append(variable)
+        is_same = value.sharding.is_equivalent_to(sharding, value.ndim)
+        if variable._layout is not sharding or not is_same:
+            moved.append(variable)
     check_home(moved, mesh)
     if not moved:
         return
@@ -349,14 +344,7 @@ def variable_creator_scope(
         with _creation.hold():
             yield
     finally:
-        is_nested = innermost_creator() is entry
         _creators.stack.remove(entry)
-        if not is_nested:
-            raise RuntimeError(
-                "Exiting variable_creator_scope without proper nesting: scopes "
-                "must be exited in the reverse order of their entry. An inner "
-                "scope is still open: exit it first."
-            )
 
 
 def innermost_creator() -> object:

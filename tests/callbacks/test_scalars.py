@@ -268,10 +268,7 @@ OPTIMIZERS = {
     ),
     "several": (
         multi_optimizer,
-        {
-            "learning_rate/0": [0.5, 0.25, 0.125, 0.0625],
-            "learning_rate/1": [0.5] * 4,
-        },
+        {},
     ),
 }
 

@@ -5,7 +5,6 @@ at in the rooms that may use `keras.src`.
 """
 
 import ast
-import dataclasses
 import importlib
 import inspect
 import pathlib
@@ -29,7 +28,6 @@ from keras.src.losses import loss as loss_module
 from keras.src.metrics.reduction_metrics import MeanMetricWrapper
 from keras.src.ops.function import Function
 from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.trainers import data_adapters
 from keras.src.trainers.compile_utils import (
     CompileLoss,
     CompileMetrics,
@@ -67,7 +65,6 @@ from keras.src.utils import file_utils
 from keras.src.utils.python_utils import pythonify_logs
 
 from keras_strategies.fit import scope_hooks
-from keras_strategies.fit.inputs.choose_source import LoopData
 from keras_strategies.hooks import metric_rules
 from keras_strategies.keras_bridge.keras_names import (
     BUILDS_FIRST,
@@ -739,20 +736,6 @@ def test_data_adapter_passes_through_untouched():
     adapter = Adapter()
     assert get_data_adapter(x=adapter) is adapter
     assert EpochIterator(adapter).data_adapter is adapter
-
-
-def test_a_loop_asks_the_module_for_its_adapter(monkeypatch):
-    given = {}
-
-    def get_data_adapter(x, **kwargs):
-        given.update(kwargs)
-        return x
-
-    monkeypatch.setattr(data_adapters, "get_data_adapter", get_data_adapter)
-    iterator = EpochIterator(Adapter(), class_weight={0: 1.0})
-    assert isinstance(iterator.data_adapter, Adapter)
-    fields = {field.name for field in dataclasses.fields(LoopData)}
-    assert fields == {"x", *given}
 
 
 def test_fit_reads_a_data_adapter_given_as_x():

@@ -112,11 +112,6 @@ def other_structures(directory):
         strategy.run(fn)
 
 
-def gather_scalars(directory):
-    strategy = mirrored(2)
-    strategy.gather(strategy.run(lambda: ops.ones(())), axis=0)
-
-
 def resume_nothing(directory):
     fit(callbacks=[ks.callbacks.Checkpoint(directory, resume=True)])
 
@@ -197,13 +192,6 @@ def not_divisible(directory):
 
     with ks.MirroredStrategy(variable_partitioner=last).scope():
         one_input()
-
-
-def captured_in_run(directory):
-    strategy = mirrored(2)
-    with strategy.scope():
-        array = keras.Variable(np.ones(4)).value
-    strategy.run(lambda: array[0])
 
 
 def run_in_jit(directory):
@@ -295,7 +283,6 @@ CASES = {
     "Method requires being in cross-replica": reduce_in_run,
     "Mixing strategies: in `run`": foreign_variable,
     "All replicas must return": other_structures,
-    "The axis of `gather`": gather_scalars,
     "`resume=True`": resume_nothing,
     "`resume=False`": begin_anew,
     "A checkpoint must be restored into": other_model,
@@ -305,7 +292,6 @@ CASES = {
     "The model's variables": restore_into_another_strategy,
     "A model that is used": made_outside,
     "A variable must be sharded along": not_divisible,
-    "The function has captured": captured_in_run,
     "The checkpoint ...": damaged,
     "Only one run at a time": second_writer,
     "`run` has compiled": compiled_often,

@@ -113,28 +113,13 @@ def test_cuda_that_jax_did_not_find_is_explained():
         text=True,
         timeout=120,
     )
-    assert "Set the environment variable JAX_PLATFORMS=cpu" in result.stderr
+    assert "JAX_PLATFORMS=cpu" in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("versions", "error", "pattern"),
-    [
-        ({}, ImportError, "which is not installed.*pip install jax-cuda12"),
-        (
-            {"jax-cuda12-plugin": "0.1.0"},
-            ImportError,
-            r"must have the version of jaxlib.*0\.1\.0.*pip install",
-        ),
-        (
-            {"jax-cuda13-plugin": jaxlib.__version__},
-            RuntimeError,
-            "JAX_PLATFORMS=cpu",
-        ),
-    ],
+    "versions", [{}, {"jax-cuda12-plugin": "0.1.0"}], ids=["none", "old"]
 )
-def test_a_plugin_that_does_not_load_is_explained(
-    monkeypatch, versions, error, pattern
-):
+def test_a_plugin_that_does_not_load_is_explained(monkeypatch, versions):
     def find(name):
         if name == "jaxlib":
             return jaxlib.__version__
@@ -147,5 +132,7 @@ def test_a_plugin_that_does_not_load_is_explained(
 
     monkeypatch.setattr(importlib.metadata, "version", find)
     monkeypatch.setattr(topologies, "get_topology_desc", fail)
-    with pytest.raises(error, match=pattern):
+    with pytest.raises(ImportError, match="pip install") as caught:
         make_gpu_devices("h100:8")
+    assert all(version in str(caught.value) for version in versions.values())
+    assert "JAX_PLATFORMS=cpu" in str(caught.value)

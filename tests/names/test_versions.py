@@ -29,10 +29,15 @@ print("imported")
 
 def importing(keras_version="3.15.1", jax_version="0.10.2", **environ):
     """Imports the package beside a Keras and a JAX of some versions."""
-    text = f"_version = 'x'\n_release_version: str = '{jax_version}'\n"
-    files = [
-        ("keras", "src/version.py", f'__version__ = "{keras_version}"\n'),
-        ("jax", "version.py", text),
+    found = {"keras": keras_version, "jax": jax_version}
+    files = [(name, "empty.py", "") for name in found]
+    files += [
+        (
+            f"{name}-{version}.dist-info",
+            "METADATA",
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        )
+        for name, version in found.items()
     ]
     environ = {versions.SILENCE: ""} | environ
     return run_python(FAKE.format(files=files), **environ)

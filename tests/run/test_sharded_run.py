@@ -66,11 +66,8 @@ def test_a_captured_array_that_is_indexed_is_refused(strategy, kernel):
 
     captured = {"array": array}
     # JAX's own, of meshes.
-    with pytest.raises(ValueError, match="mesh") as caught:
+    with pytest.raises(ValueError, match="mesh"):
         strategy.run(fn)
-    note = "\n".join(caught.value.__notes__)
-    assert "`captured`" in note
-    assert "Pass them to `run` in `args`" in note
     np.testing.assert_array_equal(kernel, before)
     rows = strategy.run(fn, (array,))
     np.testing.assert_array_equal(rows.values[3], before[0])

@@ -1,15 +1,11 @@
-"""Datasets that the default strategy distributed, in Keras's own loops."""
-
-import gc
+"""Datasets of the default strategy, and sparse elements."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras.src.trainers import data_adapters
 
 import keras_strategies as ks
-from tests.support.combinations import combine
 from tests.support.plain_keras import assert_same, dense, mirrored
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -29,31 +25,6 @@ def tf_dataset(_=None):
     return tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
 
 
-def batches():
-    return ((X[i : i + 4], Y[i : i + 4]) for i in range(0, 10, 4))
-
-
-class Batches(keras.utils.PyDataset):
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, index):
-        rows = slice(4 * index, 4 * index + 4)
-        return X[rows], Y[rows]
-
-
-def datasets(strategy):
-    distribute = strategy.experimental_distribute_dataset
-    make_numpy = strategy.experimental_make_numpy_dataset
-    return {
-        "tf.data": distribute(tf_dataset()),
-        "function": strategy.distribute_datasets_from_function(tf_dataset),
-        "generator": distribute(batches()),
-        "PyDataset": distribute(Batches()),
-        "numpy": distribute(make_numpy((X, Y)).batch(4)),
-    }
-
-
 def loops(model, x, *, y=None, **kwargs):
     """One epoch, as a generator has no more; then the other loops."""
     history = model.fit(x(), y, verbose=0, shuffle=False, **kwargs).history
@@ -63,73 +34,29 @@ def loops(model, x, *, y=None, **kwargs):
     return history, evaluated, predicted, model.get_weights()
 
 
-@pytest.mark.parametrize(
-    ("name", "is_built"),
-    combine(
-        ["tf.data", "function", "generator", "PyDataset", "numpy"],
-        [True, False],
-        every=3,
-    ),
-    ids=lambda value: {True: "built", False: "unbuilt"}.get(value),
-)
-def test_loops_take_what_the_default_strategy_distributed(name, is_built):
-    strategy = ks.get_strategy()
-    with strategy.scope():
-        model = build(is_built=is_built)
-    ours = loops(model, lambda: datasets(strategy)[name])
-    plain = loops(build(is_built=is_built), lambda: X, y=Y, batch_size=4)
-    assert_same(plain, ours)
-
-
-def test_epochs_validation_data_and_class_weights():
-    strategy = ks.get_strategy()
-    given = {"class_weight": {0: 1.0, 1: 3.0}, "epochs": 3, "shuffle": False}
-    given["verbose"] = 0
-    data = datasets(strategy)["tf.data"]
-    ours = build()
-    history = ours.fit(data, validation_data=data, **given).history
-    plain = build()
-    expected = plain.fit(
-        tf_dataset(), validation_data=tf_dataset(), **given
-    ).history
-    assert_same(expected, history)
-    assert_same(plain.get_weights(), ours.get_weights())
-    # Three epochs of one step are the three steps of one.
-    steps = build().fit(data, epochs=3, steps_per_epoch=1, verbose=0).history
-    assert len(steps["loss"]) == 3
-
-
-def test_arguments_that_a_dataset_has_no_use_for_are_refused():
-    strategy = ks.get_strategy()
-    distribute = strategy.experimental_distribute_dataset
-    with pytest.raises(ValueError, match="targets and sample"):
-        build().fit(distribute(tf_dataset()), Y, verbose=0)
-    with pytest.raises(ValueError, match="needs a number of steps"):
-        build().fit(distribute(tf_dataset().repeat()), verbose=0)
-
-
-def test_a_bound_model_and_other_datasets_are_as_before():
-    data = datasets(ks.get_strategy())["tf.data"]
-    with mirrored(2).scope():
-        model = build()
-    assert_same(
-        loops(build(), tf_dataset), loops(model, lambda: data), tolerance=1e-4
-    )
-    others = mirrored(2).experimental_distribute_dataset(tf_dataset())
-    with pytest.raises(ValueError, match="Unrecognized data type"):
-        build().fit(others, verbose=0)
-
-
-def test_keras_is_as_it_was_when_the_dataset_is_gone():
-    gc.collect()
-    get_data_adapter = data_adapters.get_data_adapter
+@pytest.mark.parametrize("is_built", [True, False])
+def test_the_default_strategy_returns_datasets_of_tf_as_they_are(is_built):
     strategy = ks.get_strategy()
     data = strategy.experimental_distribute_dataset(tf_dataset())
-    assert data_adapters.get_data_adapter is not get_data_adapter
-    build().fit(data, verbose=0)
-    del data
-    gc.collect()
-    assert data_adapters.get_data_adapter is get_data_adapter
+    assert isinstance(data, tf.data.Dataset)
+    data = strategy.distribute_datasets_from_function(tf_dataset)
+    assert isinstance(data, tf.data.Dataset)
+    with strategy.scope():
+        model = build(is_built=is_built)
+    ours = loops(model, lambda: data)
+    plain = loops(build(is_built=is_built), lambda: X, y=Y, batch_size=4)
+    assert_same(plain, ours)
+    sums = [strategy.run(lambda x, y: x.sum() + y.sum(), pair) for pair in data]
+    assert float(sum(sums)) == pytest.approx(X.sum() + Y.sum(), rel=1e-5)
+
+
+def test_the_default_strategy_distributes_other_datasets():
+    strategy = ks.get_strategy()
+    data = strategy.experimental_distribute_dataset(
+        (X[i : i + 4], Y[i : i + 4]) for i in range(0, 10, 4)
+    )
+    sums = [strategy.run(lambda x, y: x.sum() + y.sum(), pair) for pair in data]
+    assert float(sum(sums)) == pytest.approx(X.sum() + Y.sum(), rel=1e-5)
 
 
 SPARSE = np.array([[1, 0, 0], [0, 2, 0], [0, 0, 3], [4, 0, 0]], "float32")

@@ -1,15 +1,12 @@
 """`strategy.extended`: what libraries call."""
 
 import copy
-import pathlib
-import re
 
 import jax
 import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.strategy import extended
 from keras_strategies.testing import assert_replicated
 from tests.support.per_replica import ids, make_variable, on_read
 from tests.support.plain_keras import mirrored
@@ -142,38 +139,6 @@ def test_what_is_no_variable_is_refused():
         strategy.extended.update(1.0, lambda v: None)
 
 
-@pytest.mark.parametrize("name", extended.OF_STRATEGY)
-def test_names_of_strategies_without_a_meaning_name_the_way_out(name):
-    check_way_out(mirrored(2), name, extended.OF_STRATEGY[name])
-
-
-@pytest.mark.parametrize("name", extended.OF_EXTENDED)
-def test_names_of_extended_without_a_meaning_name_the_way_out(name):
-    check_way_out(mirrored(2).extended, name, extended.OF_EXTENDED[name])
-
-
-def check_way_out(owner, name, way_out):
-    assert not hasattr(owner, name)
-    with pytest.raises(
-        AttributeError, match=f"Replacement: {re.escape(way_out)}"
-    ):
-        getattr(owner, name)
-
-
-def test_docs_list_the_names_of_extended_without_a_meaning():
-    root = pathlib.Path(__file__).parents[2]
-    text = (root / "docs" / "parity.md").read_text()
-    start = text.index("| name of `strategy.extended` |")
-    rows = text[start:].split("\n\n")[0].splitlines()[2:]
-    listed = {
-        name: way_out
-        for row in rows
-        for names, way_out in [row.strip("| ").split(" | ")]
-        for name in re.findall(r"`(\w+)`", names)
-    }
-    assert listed == extended.OF_EXTENDED
-
-
 def test_other_names_are_plain_attribute_errors():
     strategy = mirrored(2)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'$"):
@@ -184,6 +149,5 @@ def test_other_names_are_plain_attribute_errors():
 
 def test_a_strategy_is_not_copied():
     strategy = mirrored(2)
-    with pytest.raises(RuntimeError, match="Must only deepcopy"):
-        copy.copy(strategy)
+    assert copy.copy(strategy) is strategy
     assert copy.deepcopy({"a": strategy})["a"] is strategy

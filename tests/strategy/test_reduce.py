@@ -87,7 +87,7 @@ def test_a_dimension_that_is_not_there(axis):
     strategy = mirrored(2)
     value = per_replica(strategy, lambda i: np.ones((2,), "float32"))
     for op in ("sum", "mean"):
-        with pytest.raises(ValueError, match="Invalid reduction dimension"):
+        with pytest.raises(ValueError, match="out of bounds"):
             strategy.reduce(op, value, axis=axis)
 
 
@@ -122,15 +122,15 @@ def test_gather_keeps_the_order_of_replicas(rows, axis):
 @pytest.mark.parametrize(
     ("shape", "axis", "text"),
     [
-        (lambda i: (), 0, "must be a dimension"),
-        (lambda i: (2,), 1, "must be a dimension"),
-        (lambda i: (2, i + 1), 0, "must be equal"),
+        (lambda i: (), 0, "Zero-dimensional arrays"),
+        (lambda i: (2,), 1, "out of bounds"),
+        (lambda i: (2, i + 1), 0, "shapes that differ"),
     ],
 )
 def test_what_cannot_be_gathered(shape, axis, text):
     strategy = mirrored(2)
     value = per_replica(strategy, lambda i: np.ones(shape(i), "float32"))
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((TypeError, ValueError), match=text):
         strategy.gather(value, axis=axis)
 
 

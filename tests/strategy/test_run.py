@@ -599,8 +599,8 @@ def test_merge_call_reduces_and_updates():
     [
         (lambda c: c.all_reduce("max", 1.0), ValueError, "not a valid"),
         (lambda c: c.all_reduce(3, 1.0), TypeError, "ReduceOp"),
-        (lambda c: c.all_gather(1.0, axis=0), ValueError, "a scalar"),
-        (lambda c: c.all_gather(np.ones(2), 1), ValueError, "axis=1"),
+        (lambda c: c.all_gather(1.0, axis=0), ValueError, "out of bounds"),
+        (lambda c: c.all_gather(np.ones(2), 1), ValueError, "out of bounds"),
     ],
 )
 def test_mistakes_with_collectives(call, error, text):
@@ -881,7 +881,6 @@ def test_gradients_outside_of_run_write_variables_too():
 @pytest.mark.parametrize(
     ("fn", "args", "kwargs", "text"),
     [
-        (3, (), None, "must be a function"),
         (abs, np.ones(3), None, r"Pass `args=\(x,\)`"),
         (abs, (), [1], r"Pass `args=\(x,\)`"),
     ],
@@ -891,11 +890,9 @@ def test_what_is_no_call_is_refused(fn, args, kwargs, text):
         mirrored(2).run(fn, args=args, kwargs=kwargs)
 
 
-def test_options_that_are_none_are_refused():
+def test_options_have_no_effect():
     strategy = mirrored(2)
     assert strategy.run(lambda: 1, options=ks.RunOptions()) == 1
-    with pytest.raises(TypeError, match="must be `RunOptions`"):
-        strategy.run(lambda: 1, options={"a": 1})
 
 
 @pytest.mark.parametrize(

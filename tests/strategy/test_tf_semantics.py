@@ -316,7 +316,7 @@ def _(strategy):
 def _(strategy):
     for value, axis in ((parts([1.0], [2.0]), 1), (ids(strategy), 0)):
         for op in ("sum", "mean"):
-            with pytest.raises(ValueError, match="Invalid reduction dim"):
+            with pytest.raises(ValueError, match="out of bounds"):
                 strategy.reduce(op, value, axis=axis)
 
 
@@ -362,7 +362,7 @@ def _(strategy):
     value = parts([[1.0, 2.0]], [[3.0, 4.0], [5.0, 6.0]])
     gathered = strategy.gather(value, axis=0)
     assert gathered.tolist() == [[1, 2], [3, 4], [5, 6]]
-    with pytest.raises(ValueError, match="must be equal on all"):
+    with pytest.raises(TypeError, match="shapes that differ"):
         strategy.gather(value, axis=1)
     plain = jnp.ones(2)
     assert strategy.gather(plain, axis=0) is plain
@@ -486,7 +486,7 @@ def _(strategy):
 
     result = strategy.run(step, args=(ids(strategy),))
     assert values(result["a"]) == [[[0, 1]], [[0, 1]]]
-    with pytest.raises(ValueError, match="for a scalar"):
+    with pytest.raises(ValueError, match="out of bounds"):
         strategy.run(lambda: ks.get_replica_context().all_gather(1.0, axis=0))
 
 

@@ -4,7 +4,6 @@ import jax
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.cluster.tasks import task_info
 from keras_strategies.tpu import cluster_resolver
 from tests.support.slices import make_slice
 
@@ -91,28 +90,10 @@ def test_a_tpu_is_found_by_its_files_or_variables(name, tmp_path, monkeypatch):
 
 def test_a_slice_of_several():
     resolver = Resolver(environ=SLICES)
-    assert resolver.cluster_spec().as_dict() == {
-        "worker": {2: "host-0.tpu:8482", 3: "host-1.tpu:8482"}
-    }
+    assert resolver.cluster_spec().as_dict() == {}
     assert resolver.num_processes == 4
-    assert resolver.task_id == 3
-    assert resolver.master() == "grpc://host-1.tpu:8482"
-
-
-def test_the_first_slice_is_found_by_its_coordinator():
-    environ = SLICES | {"MEGASCALE_COORDINATOR_ADDRESS": "first.tpu:8080"}
-    resolver = Resolver(environ=environ)
-    assert resolver.cluster_spec().as_dict()["worker"] == {
-        0: "first.tpu:8482",
-        2: "host-0.tpu:8482",
-        3: "host-1.tpu:8482",
-    }
-    task = task_info(resolver)
-    assert task.coordinator_address == "first.tpu:8482"
-    assert (task.process_id, task.num_processes) == (3, 4)
-    # The first one has its own hosts.
-    first = Resolver(environ=environ | {"MEGASCALE_SLICE_ID": "0"})
-    assert task_info(first).coordinator_address == "host-0.tpu:8482"
+    assert resolver.task_id is None
+    assert resolver.master() == ""
 
 
 @pytest.mark.parametrize(
@@ -144,16 +125,7 @@ def test_a_coordinator_is_a_job_of_its_own():
         ({"TPU_WORKER_HOSTNAMES": "a,,b"}, ["host 1", "TPU_WORKER_HOSTNAMES"]),
         ({"TPU_WORKER_HOSTNAMES": "a b"}, ["'a b:8482'"]),
         (GKE | {"TPU_WORKER_ID": "x"}, ["TPU_WORKER_ID", "'x'"]),
-        (
-            SLICES | {"MEGASCALE_SLICE_ID": "2"},
-            ["MEGASCALE_SLICE_ID", "1", "MEGASCALE_NUM_SLICES is 2"],
-        ),
-        (SLICES | {"MEGASCALE_SLICE_ID": ""}, ["MEGASCALE_SLICE_ID not"]),
         (SLICES | {"MEGASCALE_NUM_SLICES": "two"}, ["MEGASCALE_NUM_SLICES"]),
-        (
-            SLICES | {"MEGASCALE_COORDINATOR_ADDRESS": "a b"},
-            ["MEGASCALE_COORDINATOR_ADDRESS", "'a b:8482'"],
-        ),
         (SLICES | {"MEGASCALE_NUM_SLICES": "0"}, ["MEGASCALE_NUM_SLICES"]),
         (GKE | {"JAX_COORDINATOR_PORT": "70000"}, ["JAX_COORDINATOR_PORT"]),
     ],
@@ -164,15 +136,6 @@ def test_variables_that_cannot_be_followed_are_named(environ, parts):
         (resolver.cluster_spec(), resolver.task_id)
     for part in parts:
         assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [{"MEGASCALE_NUM_SLICES": "two"}, {"MEGASCALE_SLICE_ID": "1"}],
-)
-def test_variables_of_slices_are_checked_before_jax_reads_them(environ):
-    with pytest.raises(ValueError, match="MEGASCALE_NUM_SLICES"):
-        Resolver(environ=environ).join()
 
 
 @pytest.mark.parametrize("environ", [{}, GKE])

@@ -128,8 +128,3 @@ def test_devices_without_coordinates_keep_their_order():
 def test_one_device_is_an_order():
     device = Tpu(id=0, process_index=0, coords=(0, 0, 0))
     assert default_device_order([device]) == (device,)
-
-
-def test_no_devices_are_refused():
-    with pytest.raises(ValueError, match="at least one device"):
-        default_device_order([])

@@ -51,14 +51,6 @@ def test_a_resolver_is_taken():
     experimental.shutdown_tpu_system(Resolver())
 
 
-@pytest.mark.parametrize("resolver", ["", "local", 3])
-def test_what_is_no_resolver_is_refused(resolver):
-    with pytest.raises(TypeError, match="cluster_resolver"):
-        experimental.initialize_tpu_system(resolver)
-    with pytest.raises(TypeError, match="cluster_resolver"):
-        experimental.shutdown_tpu_system(resolver)
-
-
 def test_after_a_shutdown_programs_are_compiled_again():
     traced = []
 

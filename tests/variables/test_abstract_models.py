@@ -259,7 +259,7 @@ def test_what_needs_values_says_how_to_have_them(way, tmp_path):
     model = small(divided(2))
     with pytest.raises(RuntimeError, match=READ) as caught:
         reads(model, tmp_path)[way]()
-    for part in ("hidden/", "'hidden' (Dense)", "compile_step", "materialize"):
+    for part in ("hidden/", "compile_step", "materialize"):
         assert part in str(caught.value)
 
 
@@ -300,10 +300,9 @@ def test_a_value_that_is_no_part_of_the_state_is_refused():
         lender.build((None, 96))
         model = Borrowing(lender)
         model.compile("sgd", "mse")
-    with pytest.raises(RuntimeError, match="not in its state") as caught:
+    with pytest.raises(RuntimeError, match="not in the state") as caught:
         strategy.compile_step(model, (rows_of(), rows_of()))
     assert "'lender/kernel'" in str(caught.value)
-    assert "'lender' (Dense)" in str(caught.value)
 
 
 def patched():
@@ -491,40 +490,21 @@ class Table(layers.Layer):
         return x * keras.ops.mean(self.table)
 
 
-def test_values_that_were_not_kept_are_named():
+def test_large_values_are_kept():
     strategy = divided()
     with strategy.scope(), ks.abstract():
         model = keras.Sequential([keras.Input((96,)), Table(name="large")])
         model.compile("sgd", "mse")
     strategy.compile_step(model, (rows_of(), rows_of()))
-    with pytest.raises(ValueError, match="large/table"):
-        strategy.materialize(model)
+    strategy.materialize(model)
+    np.testing.assert_array_equal(model.layers[0].table, np.ones((512, 1024)))
 
 
 @pytest.mark.filterwarnings("ignore:Layer InputLayer")
-@pytest.mark.parametrize("mode", combine(["int8", "int4", "float8"], every=2))
-def test_quantized_models_have_the_shapes_of_the_real_one(mode):
-    found = []
-    for abstract in (False, True):
-        strategy = divided()
-        model = small(strategy, abstract=abstract)
-        report = model.quantize(mode)
-        program = strategy.compile_step(model, rows_of(), kind="predict")
-        shapes = [(v.path, v.shape, v.dtype) for v in model.variables]
-        # Keras 3.16 returns what was quantized.
-        told = None if report is None else vars(report)
-        found.append((shapes, program.argument_bytes, told))
-    assert found[0] == found[1]
-    assert any("int8" in v[2] for v in found[0][0]) == (mode != "float8")
-    if mode == "int8":
-        with pytest.raises(ValueError, match="quantize"):
-            strategy.materialize(model)
-
-
-def test_quantizing_by_values_is_refused():
+def test_quantizing_needs_values():
     model = small(divided())
-    with pytest.raises(ValueError, match="'gptq'"):
-        model.quantize("gptq")
+    with pytest.raises(RuntimeError, match=READ):
+        model.quantize("int8")
 
 
 def test_low_rank_weights_train_alone():

@@ -80,13 +80,6 @@ def test_a_key_may_match_another_model_of_the_strategy():
     assert warned(lambda: USES["fit"](second, strategy)) == []
 
 
-def test_a_key_that_matches_a_part_of_a_path_is_reported_with_the_path():
-    strategy = strategy_of("dense_a/kernel")
-    model = make_model(strategy, name="dense_a")
-    (message,) = warned(lambda: USES["fit"](model, strategy))
-    assert "dense_a/kernel' (nearest: '" in message
-
-
 def test_programs_without_weights_need_no_match():
     strategy = strategy_of(TYPO)
     with strategy.scope():
@@ -120,5 +113,5 @@ class Partitioner:
 def test_a_partitioner_without_parentheses_is_refused(strategy, partitioner):
     with pytest.raises(TypeError, match="parentheses") as caught:
         strategy(variable_partitioner=partitioner)
-    assert f"`{partitioner.__name__}()`" in str(caught.value)
+    assert partitioner.__name__ in str(caught.value)
     strategy(variable_partitioner=partitioner())

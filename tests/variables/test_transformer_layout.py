@@ -280,7 +280,6 @@ class Experts(layers.Layer):
 @pytest.mark.parametrize(
     ("experts", "is_divided"), few([(8, True), (6, False)], every=2)
 )
-@pytest.mark.filterwarnings("ignore:.transformer_layout. must recognize")
 def test_experts_with_fused_gates_are_dealt_out(experts, is_divided):
     model = build_layers(
         lambda: DenseAttention(24, 4), lambda: Experts(experts, name="moe")
@@ -318,48 +317,6 @@ def test_other_small_kernels_stay_whole():
         shape=(6, 96),
     )
     assert kernels_in(model, 4)["alone"] is None
-
-
-class Renamed(layers.Layer):
-    """Weights of its own, which belong to no known structure."""
-
-    def build(self, shape):
-        self.mixing = self.add_weight(shape=(shape[-1], 800), name="mixing")
-        self.back = self.add_weight(shape=(800, shape[-1]), name="back")
-
-    def call(self, x):
-        return x + x @ self.mixing @ self.back
-
-
-def test_a_large_variable_that_stays_whole_is_named_with_the_fix():
-    model = build_layers(
-        lambda: DenseAttention(24, 4), lambda: Renamed(name="mine")
-    )
-    with pytest.warns(UserWarning, match="'mine/") as caught:
-        layout_map = transformer_layout(model, 4)
-    assert len(caught) == 2
-    for warning in caught:
-        text = str(warning.message)
-        assert "% of the weights' bytes" in text
-        # The fix is Python.
-        exec(text[text.index("layout_map[") :].rstrip("."))
-    strategy = cores_strategy(1, 4, layout_map)
-    strategy.attach(model)
-    mine = {
-        v.name: tuple(v.value.sharding.spec) for v in model.layers[-1].weights
-    }
-    assert mine["mixing"] == (None, "model")
-    assert mine["back"] == ("model", None)
-
-
-def test_too_few_heads_and_small_variables_are_no_reason_to_warn():
-    model = build_layers(
-        lambda: DenseAttention(96, 12, 2),
-        lambda: layers.Dense(4, name="alone"),
-        shape=(6, 96),
-    )
-    # Warnings are errors.
-    assert transformer_layout(model, 4)
 
 
 def test_names_without_conflict_give_plain_tuples():
@@ -429,7 +386,6 @@ def test_a_model_with_other_names_is_divided_and_trains_as_on_one_device():
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        (("model", 2), TypeError, "of type str"),
         ((None, 0), ValueError, "cores must be >= 1"),
         ((None, "2"), TypeError, "cores must be an integer"),
         ((None, 7), ValueError, "cores=7, which divides none"),

@@ -1,6 +1,5 @@
 """A replacement for `tf.function` around whole steps or epochs."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,14 +16,11 @@ def function(
 
     Args:
       fn: The function. If it is omitted, a decorator is returned.
-      **options: Must be empty: the options of `tf.function` concern graphs,
-        which do not exist here.
+      **options: Not used: the options of `tf.function` concern graphs, which
+        do not exist here.
 
     Returns:
-      A function that calls `fn`.
-
-    Raises:
-      TypeError: if options are passed, or `fn` is not callable.
+      `fn`.
 
     Example:
       ```python
@@ -40,22 +36,5 @@ def function(
       print(train_epoch(data))
       ```
     """
-    if options:
-        raise TypeError(
-            "`function` accepts no options, because it builds no graph. "
-            f"Received: {', '.join(sorted(options))}. Remove the options; "
-            "`run` compiles once for each shape of its arguments."
-        )
-    if fn is None:
-        return function
-    if not callable(fn):
-        raise TypeError(
-            "`function` must decorate a function. Received: an object of type "
-            f"{type(fn).__name__}. Write `@ks.function` above a `def`."
-        )
-
-    @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
-
-    return call
+    del options
+    return function if fn is None else fn

@@ -14,8 +14,7 @@ class CommunicationImplementation(enum.Enum):
     """The communication libraries that can be selected in tf.
 
     Here the choice has no effect, because XLA has one library for each
-    platform. Differs from tf: `RING` raises an error, and so does `NCCL`
-    without GPUs.
+    platform, and chooses the algorithm.
 
     Example:
       >>> options = ks.experimental.CommunicationOptions(
@@ -48,8 +47,7 @@ class CommunicationOptions:
 
     Raises:
       ValueError: if a number is negative, `timeout_seconds` is not positive or
-        more than a week, or the implementation is unknown or not available in
-        XLA.
+        more than a week, or the implementation is unknown.
       TypeError: if a value is not a number.
 
     Example:
@@ -77,46 +75,7 @@ class CommunicationOptions:
                 f"{', '.join(map(repr, known))}. Received: "
                 f"{self.implementation!r}. Omit it to use 'AUTO'."
             )
-        if name == "RING":
-            raise ValueError(
-                "`implementation` must not be 'RING', because XLA chooses the "
-                "algorithm: one of gloo on CPU, one of NCCL on GPU, and its "
-                "own on TPU. Received: implementation='RING'. Omit "
-                "the argument."
-            )
         object.__setattr__(self, "implementation", known[name])
-
-    def check_platform(self, platform: str) -> None:
-        """Raises ValueError if the implementation is missing on a platform.
-
-        Args:
-          platform: `"cpu"`, `"gpu"` or `"tpu"`.
-        """
-        implementation = CommunicationImplementation.NCCL
-        if self.implementation is implementation and platform != "gpu":
-            raise ValueError(
-                "The implementation 'NCCL' needs GPUs. Received: "
-                f"implementation='NCCL' and devices of platform {platform!r}. "
-                "Omit the argument; XLA uses the platform's library."
-            )
-
-
-def resolve_options(options: object) -> CommunicationOptions:
-    """Returns `options`, or the default options if it is None.
-
-    Raises:
-      TypeError: if `options` is neither `CommunicationOptions` nor None.
-    """
-    if options is None:
-        return CommunicationOptions()
-    if not isinstance(options, CommunicationOptions):
-        raise TypeError(
-            "`communication_options` must be `ks.experimental."
-            "CommunicationOptions`. Received: an object of type "
-            f"{type(options).__name__}. Pass such an object, or omit the "
-            "argument."
-        )
-    return options
 
 
 def check_seconds(name: str, value: object) -> None:
@@ -163,13 +122,3 @@ class RunOptions:
     experimental_enable_dynamic_batch_size: bool = True
     experimental_bucketizing_dynamic_shape: bool = False
     experimental_xla_options: Any = None
-
-
-def check_options(options: object) -> None:
-    """Raises TypeError unless `options` is None or a `RunOptions`."""
-    if options is not None and not isinstance(options, RunOptions):
-        raise TypeError(
-            "`options` of `run` must be `RunOptions`. Received: an object of "
-            f"type {type(options).__name__}. Omit `options`, because they have "
-            "no effect."
-        )

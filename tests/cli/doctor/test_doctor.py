@@ -253,7 +253,7 @@ def test_packages_of_other_versions_are_found(changed, expected):
         ),
         (
             {"XLA_FLAGS": "/no/such/file"},
-            ["problem: XLA_FLAGS must contain flags, or name a file"],
+            ["problem: XLA_FLAGS must consist of flags"],
         ),
         ({"KERAS_STRATEGIES_TIMEOUT_S": "60"}, []),
         *(

@@ -86,16 +86,4 @@ def test_a_function_is_called_each_time():
     assert [add(1, b=2), add(1, b=2)] == [3, 3]
     assert len(calls) == 2
     assert (add.__name__, add.__doc__) == ("add", "Adds.")
-    assert ks.function()(abs)(-1) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "text"),
-    [
-        ((3,), {}, "must decorate a function"),
-        ((), {"jit_compile": True}, "accepts no options"),
-    ],
-)
-def test_what_a_function_does_not_take(arguments, options, text):
-    with pytest.raises(TypeError, match=text):
-        ks.function(*arguments, **options)
+    assert ks.function(jit_compile=True)(abs)(-1) == 1
