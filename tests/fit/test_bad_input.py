@@ -196,7 +196,13 @@ def test_no_rows_are_refused(loop, build, kind):
         else:
             getattr(model, loop)(x, y, verbose=0)
 
-    assert_refused(model, act, ValueError, "at least one row")
+    if kind == "a generator":
+        # Keras's own text, at the same place.
+        with pytest.raises(ValueError, match="at least one batch"):
+            act()
+        assert_usable(model)
+    else:
+        assert_refused(model, act, ValueError, "at least one row")
 
 
 def test_no_rows_are_refused_on_batch_too(model):

@@ -3,13 +3,14 @@
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
 
 from keras_strategies._types import Dataset, Tree
 from keras_strategies.data.source import Cut, Part, Source, take
+from keras_strategies.spmd import host_arrays
 
 
 def to_arrays(batch: Tree) -> Tree:
@@ -27,7 +28,6 @@ class IterableSource(Source):
       is_process_local: Whether each process's iterable yields different rows.
       has_checksums: Whether processes compare checksums of their batches; see
         `take`.
-      convert: A function that converts a batch to arrays.
     """
 
     kind = "an iterable"
@@ -38,10 +38,8 @@ class IterableSource(Source):
         *,
         is_process_local: bool,
         has_checksums: bool,
-        convert: Callable[[Tree], Tree] = to_arrays,
     ) -> None:
         check_batches(dataset)
-        self._convert = convert
         self._dataset = dataset
         self.is_process_local = is_process_local
         self._has_checksums = has_checksums and not is_process_local
@@ -50,7 +48,7 @@ class IterableSource(Source):
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """See `Source.read`."""
         del epoch
-        batches = host_batches(self._dataset, self._convert)
+        batches = host_batches(self._dataset)
         if isinstance(self._dataset, Iterator):
             batches = self._replay_peeked(batches)
         for batch in itertools.islice(batches, start, None):
@@ -62,6 +60,8 @@ class IterableSource(Source):
         """Yields all batches, including those read to find their shapes."""
         if self.is_peeked:
             for batch in batches:
+                # A copy, because code may reuse its arrays for later batches.
+                batch = jax.tree.map(host_arrays.copy_if_mutable, batch)
                 self._peeked.append(batch)
                 yield batch
             return
@@ -70,16 +70,14 @@ class IterableSource(Source):
         yield from batches
 
 
-def host_batches(
-    dataset: Dataset, convert: Callable[[Tree], Tree] = to_arrays
-) -> Iterator[Tree]:
-    """Returns an iterator over a dataset's batches as arrays on the host."""
+def host_batches(dataset: Dataset) -> Iterator[Tree]:
+    """Returns an iterator over a dataset's batches as numpy arrays."""
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and isinstance(dataset, tensorflow.data.Dataset):
         return dataset.as_numpy_iterator()
     if hasattr(dataset, "on_epoch_end") and hasattr(dataset, "__getitem__"):
         return _iterate_py_dataset(dataset)
-    return map(convert, dataset)
+    return map(to_arrays, dataset)
 
 
 def _iterate_py_dataset(dataset: Dataset) -> Iterator[Tree]:

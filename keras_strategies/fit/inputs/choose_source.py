@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 import weakref
 from collections.abc import Iterator
 from typing import Any, cast
@@ -16,6 +15,9 @@ from keras.src.trainers.data_adapters import (
     is_tf_dataset,
 )
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import (
+    GeneratorDataAdapter,
+)
 from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDataset,
     PyDatasetAdapter,
@@ -32,11 +34,11 @@ from keras_strategies.data.sources.files import Files
 from keras_strategies.data.sources.numpy_dataset import NumpyDataset, RowsSource
 from keras_strategies.data.sources.torch_data import TorchSource, is_torch
 from keras_strategies.data.tfdata.tf_data import TfDataSource
-from keras_strategies.fit.inputs import keras_sources
 from keras_strategies.fit.inputs.agree_source import (
     build_on_all_processes,
 )
 from keras_strategies.fit.inputs.keras_sources import (
+    AdapterSource,
     ArraySource,
     PyDatasetSource,
 )
@@ -200,6 +202,13 @@ def _choose_source(mesh: ReplicaMesh, seed: int, *, data: LoopData) -> Source:
         return ArraySource(adapter)
     if isinstance(adapter, PyDatasetAdapter):
         return PyDatasetSource(adapter, has_checksums=mesh.num_processes > 1)
+    if isinstance(adapter, GeneratorDataAdapter):
+        return AdapterSource(
+            adapter,
+            kind="a generator",
+            has_checksums=mesh.num_processes > 1,
+            is_copied=True,
+        )
     source = _make_without_adapter(mesh, seed, data)
     if source.is_infinite and not data.steps_per_epoch:
         raise ValueError(
@@ -227,13 +236,6 @@ def _make_without_adapter(
         )
     if isinstance(x, DistributedDataset):
         return x.source
-    if isinstance(x, types.GeneratorType):
-        return iterables.IterableSource(
-            x,
-            is_process_local=False,
-            has_checksums=mesh.num_processes > 1,
-            convert=keras_sources.to_host_batch,
-        )
     source = make_local_source(
         x, mesh, seed, batch_size=data.batch_size, shuffle=bool(data.shuffle)
     )
@@ -303,5 +305,4 @@ def _is_read_without_keras(x: Dataset) -> bool:
     Its adapter for a torch `DataLoader` starts the loader's workers.
     """
     is_ours = isinstance(x, DistributedDataset | Files | Source)
-    is_ours = is_ours or isinstance(x, types.GeneratorType)
     return is_ours or is_torch(x) or is_grain_dataset(x)

@@ -157,6 +157,57 @@ class _MappedRows(array_slicing.NumpySliceable):
         return rows
 
 
+class AdapterSource(Source):
+    """A source of the batches from any of Keras's adapters.
+
+    Args:
+      adapter: The adapter.
+      kind: A name for the kind of data, for messages.
+      has_checksums: See `ks.data.take`.
+      is_copied: Whether to copy batches, because user code may reuse the
+        buffers of a batch that is still needed.
+    """
+
+    kind = "batches"
+
+    def __init__(
+        self,
+        adapter: DataAdapter,
+        *,
+        kind: str,
+        has_checksums: bool,
+        is_copied: bool,
+    ) -> None:
+        self._adapter = adapter
+        self._has_checksums = has_checksums
+        self._is_copied = is_copied
+        self.kind = kind  # pyright: ignore[reportAttributeAccessIssue]
+        self.num_batches = adapter.num_batches
+        # For a generator this is the size of its first batch.
+        self.batch_size = adapter.batch_size
+
+    def begin_epoch(self, epoch: int, start: int) -> None:
+        """Begins an epoch of the adapter; see `Source.begin_epoch`."""
+        self._adapter.on_epoch_begin()
+
+    def end_epoch(self) -> None:
+        """Ends an epoch of the adapter; see `Source.end_epoch`."""
+        self._adapter.on_epoch_end()
+
+    def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
+        """Yields this process's parts of the batches; see `Source.read`."""
+        del epoch
+        for index, batch in enumerate(self._adapter.get_jax_iterator()):
+            if index < start:
+                continue
+            yield take(
+                to_host_batch(batch),
+                cut,
+                has_checksums=self._has_checksums,
+                is_copied=self._is_copied,
+            )
+
+
 class PyDatasetSource(Source):
     """A source of the batches of a `keras.utils.PyDataset`.
 
