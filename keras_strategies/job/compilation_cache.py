@@ -208,6 +208,9 @@ def _is_private(group: int) -> bool:
 
     try:
         name = grp.getgrgid(group).gr_name
-        return group == 0 or name == pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return True
+    try:
+        return group == 0 or name == pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # A user without a name.
+        return False

@@ -1,5 +1,6 @@
 """Detection of preemption (SIGTERM), for code that saves before it stops."""
 
+import atexit
 import functools
 import os
 import signal
@@ -50,7 +51,9 @@ class PreemptionNotice:
         if self._runner is not None:
             self._runner.num_savers -= 1
         elif self._is_installed and self._came:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            # Not SIG_IGN, which children would inherit.
+            signal.signal(signal.SIGTERM, self._ignore)
+            atexit.register(self._ignore_at_exit)
         elif self._is_installed:
             signal.signal(signal.SIGTERM, self.previous)
             self._is_installed = False
@@ -74,6 +77,15 @@ class PreemptionNotice:
         self._came = True
         if callable(self._previous):
             self._previous(number, frame)
+
+    def _ignore(self, number: int, frame: types.FrameType | None) -> None:
+        pass
+
+    def _ignore_at_exit(self) -> None:
+        # At exit, Python removes its signal handlers while it still tears down
+        # modules. In this time SIGTERM would end the process.
+        if signal.getsignal(signal.SIGTERM) == self._ignore:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @functools.cache

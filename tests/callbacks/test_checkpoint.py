@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import stat
+import subprocess
 import threading
 import time
 
@@ -197,6 +198,12 @@ def test_on_sigterm_it_saves_and_raises(runner, whole, tmp_path, request):
         runner.run(tmp_path, stop=6, where="SIGTERM", save_every_steps=5)
     signal.raise_signal(signal.SIGTERM)  # Ignored while the process ends.
     assert calls == [1]
+    with subprocess.Popen(["sleep", "60"]) as child:
+        child.terminate()  # Children do not ignore it.
+        try:
+            assert child.wait(10) == -signal.SIGTERM
+        finally:
+            child.kill()
     assert find_steps(tmp_path / "kept") == [5, 6]
     ours, _ = runner.run(tmp_path, seed=5)
     assert_equal(ours, whole[1])

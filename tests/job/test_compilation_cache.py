@@ -186,6 +186,14 @@ def test_directories_that_others_can_change_are_not_used(
     assert DIRECTORY in line
 
 
+def test_a_group_of_a_user_without_a_name_is_not_private(
+    tree, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    tree("K 775 me:many")
+    assert make(tmp_path / "home" / "cache") == {}
+
+
 def test_a_umask_that_lets_others_write_makes_a_private_directory(tmp_path):
     before = os.umask(0)
     try:

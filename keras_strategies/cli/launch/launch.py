@@ -67,6 +67,7 @@ def launch(
         find_problem(command, num_processes, devices_per_process, platform)
         or find_gpu_problem(os.environ, platform, num_processes + has_evaluator)
         or _find_flags_problem(os.environ)
+        or _find_restart_problem(max_restarts)
     )
     if problem:
         print(f"keras-strategies launch: {problem}", file=sys.stderr)
@@ -129,6 +130,15 @@ def find_problem(
             "for example `keras-strategies launch --processes 2 train.py`."
         )
     return ""
+
+
+def _find_restart_problem(max_restarts: int) -> str:
+    if max_restarts >= 0:
+        return ""
+    return (
+        f"--max-restarts must be 0 or more. Received: {max_restarts}. Pass, "
+        "for example, --max-restarts 5."
+    )
 
 
 def _find_flags_problem(environ: Mapping[str, str]) -> str:

@@ -348,7 +348,8 @@ class _Job:
         if self._is_interrupted:
             text = "interrupted"
             return JobEnd(code=ExitCode.INTERRUPTED, text=text, is_final=True)
-        if self._output.error is not None:
+        # A failure before the last lines is the cause, not the lost lines.
+        if self._output.error is not None and (self._is_unread or not cause):
             is_closed = self._output.error.errno == errno.EPIPE
             code = _CLOSED_OUTPUT if is_closed else _FAILED_OUTPUT
             text = f"the output cannot be written: {self._output.error}"
@@ -359,5 +360,5 @@ class _Job:
             code=cause.code if cause.code > 0 else 128 - cause.code,
             text=_ENDS.get(cause.code) or cause.describe(),
             cause=cause,
-            is_final=self._is_told_to_end,
+            is_final=self._is_told_to_end or self._output.error is not None,
         )

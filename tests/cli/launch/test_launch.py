@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ import time
 import pytest
 
 from keras_strategies.cli import main
+from keras_strategies.cli.launch import local_job
 from keras_strategies.cli.launch.launch import (
     make_environments,
     make_task_names,
@@ -24,6 +26,7 @@ from keras_strategies.cluster.resolvers.tf_config_resolver import (
     TFConfigClusterResolver,
 )
 from keras_strategies.cluster.tasks import task_info
+from keras_strategies.job.progress_pipe import Progress
 from tests.support.combinations import few
 from tests.support.waiting import wait_until
 
@@ -432,6 +435,15 @@ def test_an_output_that_cannot_be_written_is_named(word):
     assert "the output cannot be written: [Errno 28] No space left" in err[-1]
 
 
+def test_a_failure_before_lost_lines_is_the_cause():
+    job = local_job._Job(["a"], Progress())
+    job._endings = [Ending(process=0, code=5)]
+    job._output.error = OSError(errno.EPIPE, "gone")  # After it had ended.
+    end = job._conclude()
+    assert (end.code, end.is_final) == (5, True)
+    assert end.text == "process 0 ended with exit code 5"
+
+
 def test_reader_that_goes_away_ends_the_job():
     process, pids = started("chatty", "sleep")
     process.stdout.close()
@@ -455,6 +467,7 @@ def test_reader_that_goes_away_ends_the_job():
             ["--platform", "gpu", "--devices-per-process", "2", "run"],
             "only be used on the CPU",
         ),
+        (["--max-restarts", "-1", "run"], "--max-restarts must be 0 or more"),
     ],
 )
 def test_wrong_arguments_are_one_line(words, expected, capsys, monkeypatch):
