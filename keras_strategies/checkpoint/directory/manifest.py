@@ -87,7 +87,11 @@ def _are_files(value: object) -> bool:
     )
 
 
-_FORM = {"step": int, "created": float, "files": _are_files, "facts": dict}
+def _is_float(value: object) -> bool:
+    return type(value) is float  # An int could be too large for a date.
+
+
+_FORM = {"step": int, "created": _is_float, "files": _are_files, "facts": dict}
 
 
 def complete_save(
@@ -151,7 +155,7 @@ def write_manifest(
     text = _serialize(
         Manifest(
             step=int(step),
-            created=time.time() if created is None else created,
+            created=time.time() if created is None else float(created),
             files={
                 name: (size, compute_digest(path, name))
                 for name, size in sorted(sizes.items())
@@ -227,7 +231,7 @@ def _parse(path: pathlib.Path, text: bytes) -> Manifest:
     files = content["files"].items()
     manifest = Manifest(
         step=content["step"],
-        created=float(content["created"]),
+        created=content["created"],
         files={name: tuple(entry) for name, entry in files},
         facts=content["facts"],
     )

@@ -59,11 +59,11 @@ def step_path(directory: str | os.PathLike[str], step: int) -> pathlib.Path:
 
     Raises:
       TypeError: if the step is not an integer.
-      ValueError: if the step is negative.
+      ValueError: if the step is negative or too high.
     """
     fix = "Pass the number of completed train steps."
-    name = "A checkpoint's step"
-    check_number(name, step, fix, minimum=0, is_optional=False)
+    name, bounds = "A checkpoint's step", {"minimum": 0, "maximum": MAX_STEP}
+    check_number(name, step, fix, **bounds, is_optional=False)
     return pathlib.Path(directory) / str(int(step))
 
 

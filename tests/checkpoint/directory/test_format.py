@@ -92,6 +92,7 @@ def test_step_of_a_name(name, expected):
     ("step", "error"),
     [
         (-1, ValueError),
+        (2**63, ValueError),
         (True, TypeError),
         (1.0, TypeError),
         ("../x", TypeError),
@@ -292,6 +293,15 @@ def test_other_writing_of_the_same_json_is_refused(directory):
     file.write_text(json.dumps(json.loads(file.read_bytes()), sort_keys=True))
     with pytest.raises(DamagedCheckpoint, match="after it was written"):
         read_manifest(directory / "12")
+
+
+def test_time_of_a_save_that_is_no_float_is_damage(directory):
+    for created in (10**400, 5, True, "5"):
+        path = directory / "12" / MANIFEST
+        content = json.loads(path.read_bytes()) | {"created": created}
+        path.write_text(json.dumps(content))
+        with pytest.raises(DamagedCheckpoint, match="wrong structure"):
+            read_manifest(directory / "12")
 
 
 # Damage.
