@@ -100,7 +100,7 @@ LOGIC_LINES = {
     "cli": 1938,
     "cluster": 2476,
     "data": 2931,
-    "estimator": 2531,
+    "estimator": 2540,
     "fit": 2038,
     "gpu": 277,
     "hooks": 1500,

@@ -198,7 +198,7 @@ def _name_metric(name: str, metric: object) -> keras.metrics.Metric | str:
 
 
 def _check_metrics(spec: EstimatorSpec) -> None:
-    """Raises ValueError if the output of a metric is ambiguous."""
+    """Raises ValueError if a metric's name, or its output, is ambiguous."""
     metrics = spec.eval_metric_ops or {}
     outputs = getattr(spec.model, "outputs", None) or []
     if metrics and len(outputs) > 1:
@@ -208,6 +208,14 @@ def _check_metrics(spec: EstimatorSpec) -> None:
             "Assign each metric to an output with `model.compile(optimizer, "
             "loss, metrics={'output': [...]})`, and omit loss, train_op and "
             "eval_metric_ops in the EstimatorSpec."
+        )
+    kind = keras.metrics.Metric
+    objects = [id(m) for m in metrics.values() if isinstance(m, kind)]
+    if len(set(objects)) < len(objects):
+        raise ValueError(
+            "A metric of eval_metric_ops must have one name. Received: the "
+            "same metric object under more than one of the names "
+            f"{sorted(metrics)}. Create a separate metric for each name."
         )
 
 

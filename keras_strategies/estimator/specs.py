@@ -165,7 +165,8 @@ def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
         what = "an Exporter, an iterable of Exporters, or None"
         fix = "Use, for example, `ks.estimator.BestExporter()`."
         check_type("`exporters`", exporter, Exporter, what, fix)
-        check_type("`name`", exporter.name, str, "a str", "Pass a name.")
+        name, what = exporter.name or None, "a str that is not empty"
+        check_type("`name`", name, str, what, "Pass a name.")
         check_name(exporter.name)
     names = [exporter.name for exporter in checked]
     if len(set(names)) < len(names):

@@ -898,6 +898,14 @@ def test_metric_of_another_name_keeps_its_arguments(tmp_path):
     assert estimator.evaluate(arrays)["group/five"] == 5.0
 
 
+def test_metric_with_two_names_is_refused(tmp_path):
+    metric = keras.metrics.MeanAbsoluteError()
+    model_fn = metrics_fn({"a": metric, "b": metric})
+    estimator = Estimator(model_fn, config=models.config_of(tmp_path))
+    with pytest.raises(ValueError, match="must have one name"):
+        estimator.evaluate(arrays)
+
+
 @pytest.mark.parametrize(
     ("metrics", "outputs", "text"),
     [

@@ -157,6 +157,7 @@ def test_eval_spec():
         (EvalSpec, {"exporters": "best"}, TypeError, "'best' of type str"),
         (EvalSpec, {"exporters": [None]}, TypeError, "must be an Exporter"),
         (EvalSpec, {"exporters": [Own("a"), 3]}, TypeError, "an Exporter"),
+        (EvalSpec, {"exporters": Own("")}, TypeError, "that is not empty"),
         (EvalSpec, {"exporters": Own(None)}, TypeError, "must be a str"),
         (EvalSpec, {"exporters": Own(3)}, TypeError, "must be a str"),
         (EvalSpec, {"exporters": Own("a/b")}, ValueError, "directory's name"),
