@@ -110,7 +110,7 @@ LOGIC_LINES = {
     "migrate": 1499,
     "names": 263,
     "passes": 5288,
-    "planning": 2710,
+    "planning": 2718,
     "reporting": 894,
     "run": 730,
     "spmd": 1708,

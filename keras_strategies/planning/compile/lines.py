@@ -21,12 +21,15 @@ class Line:
       outcome: The result of compiling the step for these rows.
       bytes_per_row: The bytes on a device that each further row needs. None if
         unknown.
+      temporary_per_row: Those of them that are temporary, not the batch itself;
+        None if unknown.
       is_full: Whether the program was compiled at full effort.
     """
 
     rows: int
     outcome: Outcome
     bytes_per_row: float | None
+    temporary_per_row: float | None = None
     is_full: bool
 
     def find_rows_at(self, limit: float | None) -> float | None:
@@ -73,7 +76,10 @@ def memory_breakdown(
         temporary, code = outcome.needed - standing, 0.0
     else:
         return {}
-    growing = max(line.bytes_per_row or 0.0, 0.0) * line.rows
+    slope = line.temporary_per_row
+    if slope is None:
+        slope = line.bytes_per_row or 0.0
+    growing = max(slope, 0.0) * line.rows
     activations = min(growing, temporary)
     gradients = min(state["gradients"], temporary - activations)
     known = state["weights"] + state["slots"]

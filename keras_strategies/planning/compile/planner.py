@@ -159,16 +159,20 @@ class _Planning:
 
     def _finish(self) -> PlannedStep:
         low = self._first.result()
-        needed, larger = get_bytes(low), None
-        if self._second is not None:
-            larger = get_bytes(self._second.result())
-        slope = None
+        high = None if self._second is None else self._second.result()
+        needed = get_bytes(low)
+        larger = None if high is None else get_bytes(high)
+        slope = temporary = None
         if needed is not None and larger is not None:
             slope = (larger - needed) / self._more
+        if isinstance(low, Costs) and isinstance(high, Costs):
+            growth = high.temporary_bytes - low.temporary_bytes
+            temporary = growth / self._more
         line = Line(
             rows=self._rows,
             outcome=low,
             bytes_per_row=slope,
+            temporary_per_row=temporary,
             # Only the TPU compiler has several efforts.
             is_full=not self._is_tpu,
         )

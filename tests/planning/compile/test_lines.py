@@ -53,3 +53,19 @@ def test_bytes_of_what_does_not_fit_are_as_the_compiler_says():
 def test_bytes_in_all_are_of_arguments_outputs_and_temporaries():
     few = figures(argument_bytes=10.0, output_bytes=1.0, temporary_bytes=5.0)
     assert few.bytes_in_all == 16.0
+
+
+def test_the_batch_itself_is_not_counted_among_activations():
+    state = {"weights": 6.0, "slots": 0.0, "other": 0.0, "gradients": 6.0}
+    found = figures(argument_bytes=16.0, output_bytes=0.0, temporary_bytes=50.0)
+    step = lines.Line(
+        rows=8,
+        outcome=found,
+        bytes_per_row=4.0,
+        temporary_per_row=3.0,
+        is_full=True,
+    )
+    bytes_of = lines.memory_breakdown(state, step)
+    assert bytes_of["other"] == 10.0
+    assert bytes_of["activations"] == 24.0
+    assert sum(bytes_of.values()) == found.bytes_in_all
