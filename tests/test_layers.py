@@ -101,7 +101,7 @@ LOGIC_LINES = {
     "cluster": 2476,
     "data": 2931,
     "estimator": 2540,
-    "fit": 2038,
+    "fit": 2045,
     "gpu": 277,
     "hooks": 1500,
     "job": 655,

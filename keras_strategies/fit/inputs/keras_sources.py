@@ -232,6 +232,7 @@ class PyDatasetSource(Source):
     ) -> None:
         self.is_process_local = is_process_local
         self._has_checksums = has_checksums and not is_process_local
+        self._error: Exception | None = None
         self.num_batches = adapter.num_batches
         self._dataset = adapter.py_dataset
         self._class_weight = adapter.class_weight
@@ -240,7 +241,13 @@ class PyDatasetSource(Source):
 
     def begin_epoch(self, epoch: int, start: int) -> None:
         """Begins an epoch of the dataset; see `Source.begin_epoch`."""
-        self._dataset.on_epoch_begin()
+        self._error = None
+        try:
+            self._dataset.on_epoch_begin()
+        except Exception as error:
+            # `read` raises the error later, because errors of `read` are sent
+            # to all processes.
+            self._error = error
 
     def end_epoch(self) -> None:
         """Ends an epoch of the dataset; see `Source.end_epoch`."""
@@ -255,6 +262,8 @@ class PyDatasetSource(Source):
             self.order.resize(self._dataset.num_batches)
             order = self.order.compute(epoch)
         view = _View(self._dataset, start, order)
+        if self._error is not None:
+            raise self._error
         if view.num_batches == 0:
             return
         # Each pass has a new adapter. If a pass is not read to its end, its
