@@ -98,7 +98,7 @@ LOGIC_LINES = {
     "callbacks": 549,
     "checkpoint": 2002,
     "cli": 1938,
-    "cluster": 2476,
+    "cluster": 2482,
     "data": 2931,
     "estimator": 2540,
     "fit": 2045,

@@ -94,6 +94,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
     Raises:
       ImportError: if `kubernetes` is not installed, and no client is passed.
+      TypeError: if a value of `job_to_label_mapping` is a string.
       ValueError: if `tf_server_port` is invalid.
 
     References:
@@ -115,6 +116,12 @@ class KubernetesClusterResolver(ClusterResolver):
     ) -> None:
         self._port = check_port(tf_server_port, "`tf_server_port`")
         self._labels = job_to_label_mapping or _LABELS
+        if any(isinstance(labels, str) for labels in self._labels.values()):
+            raise TypeError(
+                "`job_to_label_mapping` must map jobs to lists of label "
+                f"selectors. Received: {shorten(job_to_label_mapping)}. Pass, "
+                f"for example, {_LABELS}."
+            )
         self._rpc_layer = rpc_layer
         self._environ = environ
         self._client = override_client

@@ -458,6 +458,7 @@ def test_credentials_are_those_of_the_location(location, loaded, monkeypatch):
     [
         ({"tf_server_port": 0}, ValueError, "tf_server_port"),
         ({"tf_server_port": "80"}, TypeError, "tf_server_port"),
+        ({"job_to_label_mapping": {"worker": "a"}}, TypeError, "lists"),
     ],
 )
 def test_kubernetes_refuses_what_cannot_be(arguments, error, words):
