@@ -115,10 +115,10 @@ LOGIC_LINES = {
     "run": 730,
     "spmd": 1708,
     "step": 2708,
-    "strategy": 1691,
+    "strategy": 1710,
     "tape": 445,
     "testing": 151,
-    "tpu": 996,
+    "tpu": 1032,
     "variables": 1650,
     "watchdog": 953,
 }

@@ -5,7 +5,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 
@@ -137,18 +137,27 @@ def find_device(
     Raises:
       ValueError: if no such device exists. The message lists the available
         devices.
+      TypeError: if `name` is neither a string nor a JAX device.
     """
     if isinstance(name, jax.Device):
         if name not in available:
             raise ValueError(_describe_unknown(str(name), available))
         return name
-    match = _NAME.match(str(name).strip())
-    platform = match["platform"].lower() if match else ""
+    if not isinstance(name, str):
+        raise TypeError(
+            "A device must be a name or a JAX device. Received: "
+            f"{name!r} of type {type(name).__name__}. Pass for example "
+            f"'{_names(available)[0]}'."
+        )
+    match = _NAME.match(name.strip())
+    if match is None:
+        raise ValueError(_describe_unknown(name, available))
+    platform = match["platform"].lower()
     platform = _SAME_PLATFORM.get(platform, platform)
     same = [d for d in available if d.platform == platform]
-    index = int(match["index"] or 0) if match else 0
+    index = int(match["index"] or 0)
     if index >= len(same):
-        raise ValueError(_describe_unknown(str(name), available))
+        raise ValueError(_describe_unknown(name, available))
     return same[index]
 
 
@@ -158,6 +167,12 @@ def find_devices(
     """Returns the devices that several names refer to; see `find_device`."""
     if isinstance(names, str | jax.Device):
         names = [names]
+    if not isinstance(names, Iterable):
+        raise TypeError(
+            "Devices must be a sequence of names or JAX devices. "
+            f"Received: {names!r} of type {type(names).__name__}. Pass for "
+            f"example {_names(available)[:2]}."
+        )
     return tuple(find_device(name, available) for name in names)
 
 

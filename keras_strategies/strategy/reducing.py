@@ -225,6 +225,11 @@ def gather(value: Tree, axis: int, mesh: ReplicaMesh) -> Tree:
     Returns:
       The nest, with each distributed value replaced by an array.
     """
+    if not isinstance(axis, int):
+        raise ValueError(
+            "The axis of `gather` must be an integer. Received: "
+            f"axis={axis!r}. Pass the dimension to concatenate, such as 0."
+        )
 
     def one(leaf: Leaf) -> Leaf:
         leaf = _read_variable(leaf, mesh)

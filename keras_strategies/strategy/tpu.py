@@ -10,6 +10,7 @@ from keras_strategies.tpu.cluster_resolver import TPUClusterResolver
 from keras_strategies.tpu.replica_meshes import (
     Assignments,
     check_resolver,
+    choose_assignment,
     make_mesh,
 )
 from keras_strategies.variables.partitioners import PartitionerLike
@@ -54,10 +55,12 @@ class TPUStrategy(CompileOnlyStrategy):
       experimental_spmd_xla_partitioning: Not used: XLA always partitions.
 
     Raises:
-      ValueError: if an assignment has no devices, if processes share only some
-        of their replicas or have different numbers of replicas, if `layout_map`
-        is not valid, or if replicas of one core should share sequences.
-      TypeError: if the resolver or `context_parallel` has the wrong type.
+      ValueError: if an assignment has no devices or is passed under both names,
+        if processes share only some of their replicas or have
+        different numbers of replicas, if `layout_map` is not valid, or if
+        replicas of one core should share sequences.
+      TypeError: if the resolver, the assignment or `context_parallel` has the
+        wrong type.
 
     Example:
       ```python
@@ -89,9 +92,9 @@ class TPUStrategy(CompileOnlyStrategy):
         experimental_spmd_xla_partitioning: bool = True,
     ) -> None:
         del experimental_spmd_xla_partitioning
-        assignment = device_assignment
-        if assignment is None:
-            assignment = experimental_device_assignment
+        assignment = choose_assignment(
+            device_assignment, experimental_device_assignment
+        )
         self._resolver = check_resolver(tpu_cluster_resolver)
         mesh = dry_run.find_mesh(
             lambda: make_mesh(self._resolver, assignment, variable_partitioner),

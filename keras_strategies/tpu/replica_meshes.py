@@ -29,6 +29,27 @@ from keras_strategies.tpu.topology import Topology
 Assignments = DeviceAssignment | Sequence[DeviceAssignment]
 
 
+def choose_assignment(
+    assignment: Assignments | None, experimental: Assignments | None
+) -> Assignments | None:
+    """Returns the device assignment that was passed in one of two arguments.
+
+    Args:
+      assignment: The argument `device_assignment` of the strategy.
+      experimental: Its argument `experimental_device_assignment`.
+
+    Raises:
+      ValueError: if both arguments were passed.
+    """
+    if assignment is not None and experimental is not None:
+        raise ValueError(
+            "`experimental_device_assignment` and `device_assignment` must not "
+            "be passed together. Pass only "
+            "`device_assignment`."
+        )
+    return experimental if assignment is None else assignment
+
+
 def make_mesh(
     resolver: TPUClusterResolver | None,
     assignments: Assignments | None,
@@ -101,9 +122,27 @@ def make_assigned_mesh(
       ValueError: if the topology of an assignment was not made from devices,
         the assignments have different numbers of cores per replica, or
         `ReplicaMesh` rejects the devices.
+      TypeError: if `assignments` is not an assignment or a list of them.
     """
     if isinstance(assignments, DeviceAssignment):
         assignments = [assignments]
+    if not isinstance(assignments, Sequence) or not all(
+        isinstance(a, DeviceAssignment) for a in assignments
+    ):
+        raise TypeError(
+            "`device_assignment` must be a DeviceAssignment, or a list with a "
+            f"DeviceAssignment for each slice. Received: {assignments!r}. "
+            "Create them with `ks.tpu.experimental.DeviceAssignment.build`."
+        )
+    shapes = {a.num_cores_per_replica for a in assignments}
+    if len(shapes) != 1:
+        raise ValueError(
+            "`device_assignment` must contain at least one assignment, and all "
+            "assignments must have the same number of cores per replica. "
+            "Received: assignments with "
+            f"{[a.num_cores_per_replica for a in assignments]} cores per "
+            "replica. Use the same `computation_shape` for all of them."
+        )
     blocks = map(replica_mesh_devices, assignments)
     return _make_block_mesh(blocks, partitioner, is_abstract=is_abstract)
 
@@ -206,6 +245,7 @@ def initialize_tpu_system(
 
     Raises:
       RuntimeError: if JAX finds no TPU and `devices` is not passed.
+      TypeError: if `cluster_resolver` is not a resolver.
 
     Example:
       ```python
@@ -214,6 +254,7 @@ def initialize_tpu_system(
       )
       ```
     """
+    _check_resolver(cluster_resolver)
     if (dry := dry_run.get()) is not None:
         return Topology.from_devices(dry.devices)
     if devices is not None:
@@ -243,10 +284,23 @@ def shutdown_tpu_system(cluster_resolver: AnyResolver | None = None) -> None:
     Args:
       cluster_resolver: See `initialize_tpu_system`.
 
+    Raises:
+      TypeError: if `cluster_resolver` is not a resolver.
+
     Example:
       ```python
       ks.tpu.experimental.shutdown_tpu_system()
       ```
     """
-    del cluster_resolver
+    _check_resolver(cluster_resolver)
     jax.clear_caches()
+
+
+def _check_resolver(cluster_resolver: object) -> None:
+    if cluster_resolver is None or hasattr(cluster_resolver, "cluster_spec"):
+        return
+    raise TypeError(
+        "`cluster_resolver` must be a cluster resolver or None. Received: "
+        f"{cluster_resolver!r} of type {type(cluster_resolver).__name__}. "
+        "Pass a `TPUClusterResolver`, or omit the argument."
+    )

@@ -81,8 +81,8 @@ Y = X[:, :1]
 
 RELIED_ON = {
     # Variables. Those without values: test_keras_abstract_contract.py.
-    *("_initialize", "_initialize_layout", "_initialize_with_initializer"),
-    *("_initializer", "_layout", "_shape", "_value"),
+    *("_initialize_layout", "_initialize_with_initializer"),
+    *("_initializer", "_layout", "_value"),
     # Models. `train_function` and its like are public; this is their ending.
     *("_function", "_assert_compile_called", "_compile_config"),
     *("_flatten_layers", "_functional", "_jax_state", "_jax_state_synced"),

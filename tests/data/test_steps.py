@@ -440,5 +440,5 @@ def test_a_process_that_tells_of_no_batch_is_named(rows):
     assert source.batch_size is None
     mesh = Mesh(num_processes=2, replicas_per_process=1)
     steps = Steps(source=source, mesh=mesh, name="fit", agree=Agreement)
-    with pytest.raises(RuntimeError, match=r"1, with this problem: it\['rows"):
+    with pytest.raises(RuntimeError, match="1, with this problem: it has"):
         next(steps.read_epoch(0))

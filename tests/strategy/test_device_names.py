@@ -52,8 +52,8 @@ def test_a_jax_device_that_is_not_available_is_refused():
 
 
 @pytest.mark.parametrize("thing", [0, None, 1.5, object(), b"cpu:0"])
-def test_another_type_is_an_unknown_device(thing):
-    with pytest.raises(ValueError, match="cpu:0"):
+def test_another_type_is_refused_with_an_example(thing):
+    with pytest.raises(TypeError, match="cpu:0"):
         mirrored.find_device(thing, CPUS)
 
 

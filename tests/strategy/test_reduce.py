@@ -117,6 +117,8 @@ def test_gather_keeps_the_order_of_replicas(rows, axis):
     parts = [np.full((r, 3), i) for i, r in enumerate(rows)]
     np.testing.assert_array_equal(got, np.concatenate(parts, axis=axis))
     assert strategy.gather(5, axis=0) == 5
+    with pytest.raises(ValueError, match="must be an integer"):
+        strategy.gather(value, axis=None)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ def test_an_assignment_makes_replicas_of_its_cores(make):
 @pytest.mark.parametrize(
     ("arguments", "kind", "parts"),
     [
-        ({"device_assignment": []}, ValueError, ["at least one"]),
+        ({"device_assignment": 3}, TypeError, ["DeviceAssignment.build", "3"]),
+        ({"device_assignment": []}, ValueError, ["at least one", "[]"]),
         (
             {
                 "device_assignment": [
@@ -80,7 +81,15 @@ def test_an_assignment_makes_replicas_of_its_cores(make):
                 ]
             },
             ValueError,
-            ["must match exactly"],
+            ["[2, 4]", "`computation_shape`"],
+        ),
+        (
+            {
+                "device_assignment": make_assignment(2, 2),
+                "experimental_device_assignment": make_assignment(2, 2),
+            },
+            ValueError,
+            ["together", "Pass only"],
         ),
         (
             {

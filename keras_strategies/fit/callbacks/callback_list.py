@@ -92,7 +92,7 @@ class QuietCallbackList(keras.callbacks.CallbackList):
         ]
         for kind in self._quiet:
             if kind != "train":
-                setattr(self, f"on_{kind}_batch_end", _ignore)
+                setattr(self, _HOOKS[kind][-1], _ignore)
         self._selective = [c for c in flat if _is_selective(c)]
         self._reports = [c for c in flat if isinstance(c, ReportCallback)]
         super().__init__(
