@@ -65,7 +65,10 @@ CLUSTER_RESOLVER = {"GCEClusterResolver": _RESOLVER}
 """The same for `tf.distribute.cluster_resolver`."""
 
 ESTIMATOR = {
-    "tpu": "`ks.estimator.Estimator` with a `ks.TPUStrategy`",
+    "tpu": (
+        "`ks.estimator.Estimator` with `RunConfig(train_distribute="
+        "ks.TPUStrategy())`"
+    ),
     "SessionRunHook": "`ks.estimator.CheckpointSaverListener` or a callback",
 }
 """The same for `tf.estimator`."""
