@@ -317,6 +317,21 @@ def take(
     return Part(data=batch, rows=rows, checksum=checksum)
 
 
+def check_part(part: object, kind: str) -> Part:
+    """Returns `part` unchanged if a source has yielded a `Part`.
+
+    Raises:
+      TypeError: if `part` is not a `Part`.
+    """
+    if not isinstance(part, Part):
+        raise TypeError(
+            "A source must yield `ks.data.Part` objects. Received: an object "
+            f"of type {type(part).__name__} from {kind}. Yield "
+            "`ks.data.take(batch, cut)`, or a `ks.data.Part`."
+        )
+    return part
+
+
 def rows_checksum(batch: Tree, rows: Iterable[int]) -> int:
     """Computes a checksum of some rows of a nest of arrays."""
     checksum = 0

@@ -21,6 +21,7 @@ from keras_strategies.data.source import (
     Part,
     Source,
     all_rows,
+    check_part,
     data_checksum,
 )
 from keras_strategies.data.step_checks import raise_everywhere
@@ -167,7 +168,8 @@ class Steps:
 
     def _read_alone(self, epoch: int, start: int) -> Iterator[HostBatch]:
         size = self.source.batch_size
-        for part in self.source.read(epoch, start, all_rows):
+        for read in self.source.read(epoch, start, all_rows):
+            part = check_part(read, self.source.kind)
             size = size or part.rows
             yield HostBatch(
                 data=part.data,
@@ -366,6 +368,7 @@ class Steps:
                 part = next(parts, None)
             if part is None:
                 return None, {"rows": None}, None
+            part = check_part(part, self.source.kind)
             message = {
                 "rows": part.rows,
                 "spec": batch_spec.make_spec(part.data),

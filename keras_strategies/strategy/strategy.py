@@ -41,6 +41,9 @@ class Strategy(CustomLoops, PlanMixin):
         `MirroredStrategy`.
       outputs_on_chief: Whether `predict` returns rows only in process 0.
 
+    Raises:
+      TypeError: if `mesh` is not a `ReplicaMesh`.
+
     Example:
       ```python
       strategy = ks.Strategy(ks.ReplicaMesh(devices=jax.devices()[:2]))
@@ -58,6 +61,13 @@ class Strategy(CustomLoops, PlanMixin):
         variable_partitioner: PartitionerLike | None = None,
         outputs_on_chief: bool = False,
     ) -> None:
+        if not isinstance(mesh, ReplicaMesh):
+            raise TypeError(
+                "`mesh` must be a `ks.ReplicaMesh`. Received: an object "
+                f"of type {type(mesh).__name__}. Pass "
+                "`ks.ReplicaMesh(devices=jax.devices())`, or use "
+                "`ks.MirroredStrategy(devices)`."
+            )
         if mesh.num_processes > 1:
             _watch_job()
         self._runtime = Runtime.over(
@@ -305,7 +315,10 @@ class Strategy(CustomLoops, PlanMixin):
         variables = list(created) if model is None else all_variables(model)
         runtime = self._runtime
         partitioner = runtime.distribution.placements.partitioner
-        Console().print(describe_table(runtime.mesh, variables, partitioner))
+        optimizer = getattr(model, "optimizer", None)
+        slots = optimizer.variables if optimizer else ()
+        table = describe_table(runtime.mesh, variables, partitioner, slots)
+        Console().print(table)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
         """Returns the strategy itself, so that copied objects share it."""

@@ -13,7 +13,7 @@ def test_code_runs(capsys):
     names = {"jax": jax}
     for block in BLOCKS:
         exec(block, names)
-    assert "min_size=16,384" in capsys.readouterr().out
+    assert "FullySharded" in capsys.readouterr().out
     divided = {
         axis
         for v in names["model"].variables

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import keras
@@ -24,9 +25,16 @@ from keras_strategies.variables.shardings import (
     is_updated_replicated,
 )
 
-# The limits of the output.
-MAX_PROCESSES = 8
+# The limits of the output: of longer sequences, only both ends are shown.
+MAX_DEVICES = 16
+MAX_DEVICES_OF_PROCESS = 4
+MAX_PROCESSES = 4
 MAX_ROWS = 40
+MAX_PATH = 28
+MAX_WIDTH = 20
+
+SLOTS = "slots"
+"""What the table has in the column of arrays for a row of slots."""
 
 BYTES_PER_MB = 1e6
 
@@ -36,9 +44,9 @@ class VariableRow:
     """One row of the table: a variable, or several equal ones.
 
     Attributes:
-      array: The dtype and the global shape, as JAX writes them.
+      shape: The global shape, of any rank, or None if it is not known yet.
+      dtype: The dtype.
       sharding: The sharding, as text for the table.
-      num_entries: The number of entries; 0 if the shape is not known yet.
       num_bytes: The bytes on each device that stores a shard or a copy of the
         variable; or on the host for this device.
       is_on_host: Whether the variable is in the memory of the host.
@@ -46,22 +54,32 @@ class VariableRow:
         a sentence for the legend. None if no remark is needed.
     """
 
-    array: str
+    shape: tuple[int | None, ...] | None
+    dtype: str
     sharding: str
-    num_entries: int
     num_bytes: int
-    is_on_host: bool
-    remark: tuple[str, str] | None
+    is_on_host: bool = False
+    remark: tuple[str, str] | None = None
 
+    @property
+    def array(self) -> str:
+        """The dtype and the shape, as JAX writes them."""
+        shape = "?" if self.shape is None else ",".join(map(str, self.shape))
+        return f"{self.dtype}[{shape}]"
 
-Rows = Mapping[VariableRow, Sequence[str]]
-"""The rows of a table, with the paths of the variables of each."""
+    @property
+    def num_entries(self) -> int:
+        """The number of entries; 0 if the shape is not known yet."""
+        sizes = (None,) if self.shape is None else self.shape
+        known = [size for size in sizes if size is not None]
+        return math.prod(known) if len(known) == len(sizes) else 0
 
 
 def describe_table(
     mesh: ReplicaMesh,
     variables: Sequence[keras.Variable],
     partitioner: Partitioner | None = None,
+    slots: Sequence[keras.Variable] = (),
 ) -> Group:
     """Lists the processes of a mesh, and variables.
 
@@ -69,43 +87,89 @@ def describe_table(
       mesh: The mesh of the replicas.
       variables: The variables; duplicates are listed once.
       partitioner: The partitioner that shards variables, if any.
+      slots: The variables that an optimizer created. In the table, slots with
+        the same sharding are one row.
 
     Returns:
       A renderable for a `rich.console.Console`. Its length is bounded, however
       many devices and variables there are. If all variables are replicated, it
       has a line about them, and no table.
     """
-    rows = group_variables(variables, mesh, partitioner)
-    parts: list[RenderableType] = list(map(Text, list_processes(mesh)))
-    parts.append(Text(summarize(rows)))
-    if partitioner is not None or not _are_all_replicated(rows):
-        parts.append(tabulate(rows))
-    remarks = dict.fromkeys(row.remark for row in rows if row.remark)
+    groups = group_variables(variables, mesh, partitioner)
+    parts: list[RenderableType] = [list_processes(mesh)]
+    if partitioner is not None:
+        text = describe_partitioner(partitioner, mesh.num_replicas)
+        parts.append(Text(text))
+    parts.append(Text(summarize(groups)))
+    if partitioner is not None or not _are_all_replicated(groups):
+        parts.append(tabulate(groups, {slot.path for slot in slots}))
+    remarks = dict.fromkeys(row.remark for row in groups if row.remark)
     return Group(*parts, *(Text(f"  {word}: {why}") for word, why in remarks))
 
 
-def list_processes(mesh: ReplicaMesh) -> list[str]:
-    """Returns lines with the replicas and the devices of each process."""
-    kinds = sorted({device.device_kind for device in mesh.devices})
-    cores = mesh.cores_per_replica
-    text = f"Mesh: {format_count(mesh.num_replicas, 'replica')}"
-    text += f" on axis {mesh.axis!r}"
-    if cores > 1:
-        text += f", each of {cores} cores on axis {mesh.model_axis!r}"
-        text += ", which share sequences" * mesh.context_parallel
-    text += f", {', '.join(kinds)}"
-    if mesh.num_processes > 1:
-        text += f", {mesh.num_processes} processes"
-    lines = [text]
-    each = mesh.num_replicas // mesh.num_readers
-    for i, processes in enumerate(mesh.readers[:MAX_PROCESSES]):
-        devices = mesh.devices[i * each * cores : (i + 1) * each * cores]
-        lines.append(
-            f"process {', '.join(map(str, processes))}: "
-            f"replicas {i * each} to {(i + 1) * each - 1}, devices "
-            f"{format_device(devices[0])} to {format_device(devices[-1])}"
+def describe_partitioner(partitioner: Partitioner, num_replicas: int) -> str:
+    """Returns a line of text on how many replicas shard the variables."""
+    if not partitioner.shards_any:
+        return f"{partitioner.name} replicates variables"
+    shards = partitioner.shards
+    groups = num_replicas // shards
+    text = f"{partitioner.name} shards variables over {shards} replicas"
+    if groups > 1:
+        text += f", in each of {groups} groups"
+    return text
+
+
+def _find_remark(
+    variable: keras.Variable, partitioner: Partitioner
+) -> tuple[str, str] | None:
+    if variable.shape is None or variable.synchronization == "on_read":
+        return None
+    if is_updated_replicated(variable):
+        return "replicated update", (
+            "Its optimizer is called inside of a branch or a loop, or by "
+            "replicas that run different code, so each replica gathers the "
+            "full variable to update it."
         )
-    return lines + ["..."] * (mesh.num_readers > MAX_PROCESSES)
+    placement = get_placement(variable)
+    axes = () if placement is None else tuple(placement.sharding.spec)
+    if placement is not None and placement.mesh.axis in axes:
+        return None
+    return partitioner.explain_replicated(tuple(variable.shape), axes)
+
+
+def list_processes(mesh: ReplicaMesh) -> Group:
+    """Lists the replicas and the devices of each process, below a heading.
+
+    Args:
+      mesh: The mesh of the replicas.
+
+    Returns:
+      The heading and a table. With more than 16 replicas, it has only the first
+      processes and devices, and the last ones.
+    """
+    groups = list(_group_by_process(mesh).items())
+    is_many = mesh.num_replicas > MAX_DEVICES
+    num_devices = MAX_DEVICES_OF_PROCESS if is_many else len(mesh.devices)
+    table = Table.grid(padding=(0, 2))
+    for group in abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
+        if group is None:
+            table.add_row("...")
+            continue
+        processes, replicas = group
+        name = "process" if len(processes) == 1 else "processes"
+        names = map(format_device, _list_devices(mesh, replicas))
+        table.add_row(
+            *[f"{name} {_join(processes)}"] * (mesh.num_processes > 1),
+            f"replica {replicas[0]}"
+            if len(replicas) == 1
+            else f"replicas {replicas[0]} to {replicas[-1]}",
+            _join(abbreviate(list(names), num_devices)),
+        )
+    return Group(_make_heading(mesh), table)
+
+
+def _join(items: Iterable[object]) -> str:
+    return ", ".join("..." if item is None else str(item) for item in items)
 
 
 def group_variables(
@@ -130,56 +194,91 @@ def group_variables(
     return groups
 
 
-def summarize(rows: Rows) -> str:
+def summarize(groups: Mapping[VariableRow, Sequence[str]]) -> str:
     """Returns a line of text on all variables."""
-    counts = [(row, len(paths)) for row, paths in rows.items()]
-    size = sum(row.num_bytes * n for row, n in counts if not row.is_on_host)
-    on_host = sum(row.num_bytes * n for row, n in counts if row.is_on_host)
+    counts = [(row, len(paths)) for row, paths in groups.items()]
+    num_bytes, host_bytes = (
+        sum(row.num_bytes * n for row, n in counts if row.is_on_host == on_host)
+        for on_host in (False, True)
+    )
     parts = [
         format_count(sum(count for _, count in counts), "variable"),
         format_count(
             sum(row.num_entries * count for row, count in counts), "parameter"
         ),
-        f"{_format_mb(size)} MB on each device",
+        f"{num_bytes / BYTES_PER_MB:,.3f} MB on each device",
     ]
-    if on_host:
-        parts.append(f"{_format_mb(on_host)} MB on the host for each device")
-    if _are_all_replicated(rows):
+    if host_bytes:
+        size = f"{host_bytes / BYTES_PER_MB:,.3f}"
+        parts.append(f"{size} MB on the host for each device")
+    if _are_all_replicated(groups):
         parts.append("all replicated")
     return ", ".join(parts)
 
 
-def _are_all_replicated(rows: Rows) -> bool:
-    return {row.sharding for row in rows} == {"replicated"}
+def _are_all_replicated(groups: Mapping[VariableRow, Any]) -> bool:
+    return {row.sharding for row in groups} == {"replicated"}
 
 
-def tabulate(rows: Rows) -> Table:
-    """Lists variables with their shardings and memory in a table.
+def tabulate(
+    groups: Mapping[VariableRow, Sequence[str]],
+    slots: Collection[str] = (),
+) -> Table:
+    """Lists groups of variables with their shardings and memory in a table.
 
     Args:
-      rows: The result of `group_variables`.
+      groups: The result of `group_variables`.
+      slots: The paths of variables that an optimizer created. Slots with the
+        same sharding are one row.
 
     Returns:
       A table of at most 40 rows: those that take the most memory on a device.
     """
-    table = Table("variable", box=rich.box.SIMPLE_HEAD)
-    for name in ("array", "sharding", "MB a device"):
-        table.add_column(name, no_wrap=True)
-    sizes = {row: row.num_bytes * len(paths) for row, paths in rows.items()}
-    by_size = sorted(rows, key=sizes.__getitem__, reverse=True)
-    for row in by_size[:MAX_ROWS]:
-        first, *others = rows[row]
-        cells = (
-            first + (f" + {len(others)}" if others else ""),
-            row.array,
-            row.sharding + (f" ({row.remark[0]})" if row.remark else ""),
-            _format_mb(sizes[row]),
+    table = Table(box=rich.box.SIMPLE_HEAD)
+    rows: dict[tuple[str, str], tuple[list[str], int]] = {}
+    for row, paths in groups.items():
+        sharding = row.sharding + (f" ({row.remark[0]})" if row.remark else "")
+        for array in (row.array, SLOTS):
+            found = [p for p in paths if (p in slots) == (array == SLOTS)]
+            if found:
+                listed, num_bytes = rows.get((array, sharding), ([], 0))
+                num_bytes += row.num_bytes * len(found)
+                rows[array, sharding] = [*listed, *found], num_bytes
+    by_size = sorted(rows.items(), key=lambda item: item[1][1], reverse=True)
+    cells = [("variable", "", "array", "sharding", "MB a device")]
+    cells += [
+        (
+            _cut(first),
+            f"+ {len(others)}" if others else "",
+            array,
+            sharding,
+            f"{num_bytes / BYTES_PER_MB:,.3f}",
         )
+        for (array, sharding), ((first, *others), num_bytes) in by_size[
+            :MAX_ROWS
+        ]
+    ]
+    for i, column in enumerate(zip(*cells, strict=True)):
+        is_number = column[0] in ("", "MB a device")
+        table.add_column(
+            column[0],
+            justify="right" if is_number else "left",
+            # In a narrow terminal only the paths are cut.
+            min_width=min(max(map(len, column)), MAX_WIDTH) if i else None,
+            overflow="ellipsis" if i else "fold",
+        )
+    for texts in cells[1:]:
         # `Text`, because a path may contain rich's markup.
-        table.add_row(*map(Text, cells))
+        table.add_row(*map(Text, texts))
     if len(rows) > MAX_ROWS:
         table.add_row(f"... and {len(rows) - MAX_ROWS} more rows")
     return table
+
+
+def _cut(path: str) -> str:
+    """Cuts a long path in its middle, because its end tells the most."""
+    is_long = len(path) > MAX_PATH
+    return f"{path[:5]}...{path[8 - MAX_PATH :]}" if is_long else path
 
 
 def describe_variable(
@@ -202,43 +301,26 @@ def describe_variable(
     """
     # Not `variable.value`, which would initialize a variable without a value.
     array = getattr(variable, "_value", None)
-    shape = () if variable.shape is None else tuple(variable.shape)
-    is_known = variable.shape is not None and None not in shape
+    shape = None if variable.shape is None else tuple(variable.shape)
     dtype = keras.backend.standardize_dtype(variable.dtype)
     sharding, num_bytes = "not built", 0
     placed = None if array is None else array.sharding
     if is_abstract(variable) or (array is not None and mesh.is_abstract):
         placed = get_sharding(variable, mesh)
-    if placed is not None and is_known:
+    if placed is not None and shape is not None:
         sharding = describe_sharding(placed, mesh.devices)
         size = jax.dtypes.canonicalize_dtype(dtype).itemsize
         num_bytes = math.prod(placed.shard_shape(shape)) * size
     return VariableRow(
-        array=f"{dtype}[{','.join(map(str, shape))}]",
+        shape=shape,
+        dtype=dtype,
         sharding=sharding + (" on the host" if is_on_host(variable) else ""),
-        num_entries=math.prod(shape) if is_known else 0,
         num_bytes=num_bytes,
         is_on_host=is_on_host(variable),
-        remark=partitioner and _find_remark(variable, partitioner),
+        remark=None
+        if partitioner is None
+        else _find_remark(variable, partitioner),
     )
-
-
-def _find_remark(
-    variable: keras.Variable, partitioner: Partitioner
-) -> tuple[str, str] | None:
-    if variable.shape is None or variable.synchronization == "on_read":
-        return None
-    if is_updated_replicated(variable):
-        return "replicated update", (
-            "Its optimizer is called inside of a branch or a loop, or by "
-            "replicas that run different code, so each replica gathers the "
-            "full variable to update it."
-        )
-    placement = get_placement(variable)
-    axes = () if placement is None else tuple(placement.sharding.spec)
-    if placement is not None and placement.mesh.axis in axes:
-        return None
-    return partitioner.explain_replicated(tuple(variable.shape), axes)
 
 
 def describe_sharding(sharding: Sharding, devices: Sequence[jax.Device]) -> str:
@@ -253,12 +335,22 @@ def describe_sharding(sharding: Sharding, devices: Sequence[jax.Device]) -> str:
       spec, or the devices that store copies of the array.
     """
     holders = sharding.device_set
-    if not sharding.is_fully_replicated:
-        is_named = isinstance(sharding, NamedSharding)
-        return str(sharding.spec) if is_named else type(sharding).__name__
-    if holders == set(devices):
-        return "replicated"
-    return f"on {', '.join(sorted(map(format_device, holders)))}"
+    if sharding.is_fully_replicated:
+        if holders == set(devices):
+            return "replicated"
+        if len(holders) == 1:
+            return f"on {format_device(*holders)}"
+        return f"replicated on {len(holders)} devices"
+    if isinstance(sharding, NamedSharding):
+        return str(sharding.spec)
+    return type(sharding).__name__
+
+
+def abbreviate(items: Sequence[Any], num_shown: int) -> list[Any]:
+    """Returns the first items, None in place of omitted items, and the last."""
+    if len(items) <= num_shown:
+        return list(items)
+    return [*items[: num_shown - 2], None, items[-1]]
 
 
 def format_device(device: jax.Device) -> str:
@@ -271,5 +363,32 @@ def format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def _format_mb(num_bytes: int) -> str:
-    return f"{num_bytes / BYTES_PER_MB:,.3f}"
+def _make_heading(mesh: ReplicaMesh) -> Text:
+    kinds = sorted({device.device_kind for device in mesh.devices})
+    cores = mesh.cores_per_replica
+    count = format_count(mesh.num_replicas, "replica")
+    text = f"Mesh: {count} on axis {mesh.axis!r}"
+    if cores > 1:
+        text += f", each of {cores} cores on axis {mesh.model_axis!r}"
+        text += ", which share sequences" * mesh.context_parallel
+    text += f", {', '.join(kinds)}"
+    if mesh.num_processes > 1:
+        text += f", {mesh.num_processes} processes"
+    return Text(text)
+
+
+def _group_by_process(mesh: ReplicaMesh) -> dict[tuple[int, ...], list[int]]:
+    """Returns the ids of replicas by the processes that they belong to."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i in range(mesh.num_replicas):
+        devices = _list_devices(mesh, [i])
+        processes = {device.process_index for device in devices}
+        groups.setdefault(tuple(sorted(processes)), []).append(i)
+    return groups
+
+
+def _list_devices(
+    mesh: ReplicaMesh, replicas: Sequence[int]
+) -> list[jax.Device]:
+    cores = mesh.cores_per_replica
+    return list(mesh.devices[replicas[0] * cores : (replicas[-1] + 1) * cores])

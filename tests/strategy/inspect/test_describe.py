@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 
 import jax
 import keras
@@ -51,25 +52,47 @@ def find_row(variable):
 
 
 def test_devices_of_one_process_are_in_a_line():
-    assert describe.list_processes(make_mesh()) == [
-        "Mesh: 8 replicas on axis 'replica', cpu",
-        "process 0: replicas 0 to 7, devices cpu:0 to cpu:7",
+    lines = show(describe.list_processes(make_mesh()))
+    assert lines[0].rstrip() == "Mesh: 8 replicas on axis 'replica', cpu"
+    assert len(lines) == 2
+    assert "replicas 0 to 7" in lines[1]
+    assert all(f"cpu:{i}" in lines[1] for i in range(8))
+
+
+def test_many_devices_of_one_process_are_abbreviated():
+    devices = fake_devices(256, per_process=256)
+    text = "\n".join(show(describe.list_processes(make_mesh(devices))))
+    assert text.startswith("Mesh: 256 replicas")
+    assert "replicas 0 to 255" in text
+    assert "..." in text
+    assert "tpu:255" in text
+    assert "tpu:100" not in text
+
+
+def test_256_devices_of_64_processes_take_five_lines():
+    devices = fake_devices(256, per_process=4)
+    lines = show(describe.list_processes(make_mesh(devices)))
+    assert lines[0].rstrip().endswith("64 processes")
+    assert [line.split()[:6] for line in lines[1:]] == [
+        ["process", "0", "replicas", "0", "to", "3"],
+        ["process", "1", "replicas", "4", "to", "7"],
+        ["..."],
+        ["process", "63", "replicas", "252", "to", "255"],
     ]
 
 
-def test_256_devices_of_64_processes_take_ten_lines():
-    devices = fake_devices(256, per_process=4)
-    lines = describe.list_processes(make_mesh(devices))
-    assert lines[0].endswith("64 processes")
-    assert lines[8] == "process 7: replicas 28 to 31, devices tpu:28 to tpu:31"
-    assert lines[9:] == ["..."]
+def test_few_devices_of_two_processes_are_all_listed():
+    devices = fake_devices(8, per_process=4)
+    lines = show(describe.list_processes(make_mesh(devices)))
+    assert len(lines) == 1 + 2
+    assert all(f"tpu:{i}" in "\n".join(lines) for i in range(8))
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1, 2, 3, 4, 5)])
 def test_any_rank_is_listed_with_its_bytes(shape):
     whole = NamedSharding(Mesh(jax.devices(), ("replica",)), PartitionSpec())
     row = find_row(placed(np.zeros(shape, "float32"), whole))
-    assert row.array == f"float32[{','.join(map(str, shape))}]"
+    assert row.shape == shape
     assert row.sharding == "replicated"
     assert row.num_bytes == 4 * int(np.prod(shape))
 
@@ -86,7 +109,9 @@ def test_variable_elsewhere_is_not_called_replicated():
     one = jax.sharding.SingleDeviceSharding(jax.devices()[3])
     assert find_row(placed(np.zeros(2), one)).sharding == "on cpu:3"
     mesh = NamedSharding(Mesh(jax.devices()[:2], ("r",)), PartitionSpec())
-    assert find_row(placed(np.zeros(2), mesh)).sharding == ("on cpu:0, cpu:1")
+    assert find_row(placed(np.zeros(2), mesh)).sharding == (
+        "replicated on 2 devices"
+    )
 
 
 def test_deferred_variable_is_not_built():
@@ -141,6 +166,14 @@ def test_path_with_markup_is_shown_as_it_is():
     assert "[red]x" in "\n".join(show(table))
 
 
+def test_a_long_path_is_cut_in_its_middle():
+    layer = keras.layers.Dense(1, name="feed_forward_of_the_first_block")
+    layer.build((1, 1))
+    table = describe.tabulate(group([layer.kernel]))
+    text = "\n".join(show(table, width=100))
+    assert " feed_...e_first_block/kernel " in text
+
+
 def test_no_variables_is_an_empty_table():
     assert describe.summarize({}).startswith("0 variables, 0 parameters")
     assert len(show(describe.tabulate({}))) < 5
@@ -155,10 +188,28 @@ def test_strategy_describes_a_replicated_model_in_a_line(capsys):
     strategy.describe(model)
     mesh, devices, variables = capsys.readouterr().out.splitlines()
     assert mesh.startswith("Mesh: 2 replicas")
-    assert devices.endswith("devices cpu:0 to cpu:1")
+    assert devices.split()[-2:] == ["cpu:0,", "cpu:1"]
     assert variables == (
         "6 variables, 12 parameters, 0.000 MB on each device, all replicated"
     )
+
+
+def test_slots_with_the_same_sharding_are_a_row(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    partitioner = ks.experimental.FullySharded(shards=8, min_size=64)
+    strategy, model = divided_model(partitioner, [(8, 16), (16, 24), (24, 8)])
+    strategy.describe(model)
+    lines = capsys.readouterr().out.splitlines()
+    rows = {
+        re.split(r"\s{2,}", line.strip())[-2]: re.search(r"\+ (\d+)", line)
+        for line in lines
+        if " slots " in line
+    }
+    assert {sharding: more and more[1] for sharding, more in rows.items()} == {
+        "P('replica',)": "2",
+        "replicated (small)": "2",
+        "replicated": "1",
+    }
 
 
 def divided_model(partitioner, kernels=((6, 24), (24, 13), (13, 31))):
@@ -200,6 +251,10 @@ def test_groups_and_reasons_of_whole_variables(capsys, monkeypatch):
     assert cells[second.kernel.path] == "P('replica',)"
     assert cells[third.kernel.path] == "replicated (indivisible)"
     assert cells[model.optimizer.iterations.path] == "replicated"
+    assert (
+        "FullySharded(min_size=64) shards variables over 4 replicas, in "
+        "each of 2 groups\n" in text
+    )
     assert "\n  small: It has fewer entries than min_size=64.\n" in text
     assert "\n  indivisible: No dimension is a multiple of the 4" in text
 
@@ -213,6 +268,7 @@ def test_reasons_of_slots_only(capsys, monkeypatch):
     assert cells[kernel.path] == "replicated (weight)"
     slots = [v for v in model.optimizer.variables if v.shape == kernel.shape]
     assert [cells[v.path] for v in slots] == ["P(None, 'replica')"]
+    assert "8 replicas\n" in text
     assert "weight: Only its slots are sharded." in text
 
 
@@ -223,7 +279,7 @@ def test_reasons_of_a_function(capsys, monkeypatch):
         return 0 if len(shape) == 2 and shape[0] == 24 else None
 
     strategy, model = divided_model(first_of_matrices)
-    cells, _ = shardings_shown(strategy, model, capsys)
+    cells, text = shardings_shown(strategy, model, capsys)
     first, second, _ = model.layers
     assert cells[first.kernel.path] == "replicated"
     assert cells[second.kernel.path] == "P('replica',)"
