@@ -101,7 +101,7 @@ LOGIC_LINES = {
     "cluster": 2482,
     "data": 2941,
     "estimator": 2540,
-    "fit": 2045,
+    "fit": 2059,
     "gpu": 277,
     "hooks": 1500,
     "job": 655,

@@ -46,7 +46,7 @@ IN_ONE = {
     "a PyDataset's hook": "OSError: no connection",
     "a PyDataset fails": "OSError: cannot decode",
     "a PyDataset with workers fails": "OSError: cannot decode",
-    "a cut record": "cut-1.tfrecord, which is damaged or truncated at record",
+    "a cut record": "process 1: DataLossError",
     "own rows fail": "OSError: own disk is gone",
     "a function fails": "OSError: no shard here",
 }

@@ -21,7 +21,7 @@ class Line:
       outcome: The result of compiling the step for these rows.
       bytes_per_row: The bytes on a device that each further row needs. None if
         unknown.
-      temporary_per_row: Those of them that are temporary, not the batch itself;
+      temporary_per_row: The temporary bytes among them, without the batch;
         None if unknown.
       is_full: Whether the program was compiled at full effort.
     """

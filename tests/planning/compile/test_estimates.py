@@ -23,7 +23,6 @@ CHIP = Chip(
     link_bandwidth=5.0,
     num_links=4,
     on_chip_bytes=10,
-    source="",
 )
 FIGURES = figures(
     flops=300.0,
