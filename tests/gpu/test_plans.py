@@ -225,7 +225,7 @@ def test_more_gpus_than_rows_are_reported():
         **QUIET,
     )
     assert "4 rows are not a multiple of 8 replicas" in str(found)
-    assert "a network of 25 GB/s for each GPU is assumed" in str(found)
+    assert "network of NVIDIA's machines" in str(found)
 
 
 def test_replicas_of_several_gpus_are_in_one_host():
