@@ -96,7 +96,7 @@ MAX_LINES = 400
 LOGIC_LINES = {
     "": 121,
     "callbacks": 549,
-    "checkpoint": 2002,
+    "checkpoint": 2008,
     "cli": 1938,
     "cluster": 2482,
     "data": 2941,

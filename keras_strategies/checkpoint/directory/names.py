@@ -62,8 +62,14 @@ def step_path(directory: str | os.PathLike[str], step: int) -> pathlib.Path:
       ValueError: if the step is negative or too high.
     """
     fix = "Pass the number of completed train steps."
-    name, bounds = "A checkpoint's step", {"minimum": 0, "maximum": MAX_STEP}
-    check_number(name, step, fix, **bounds, is_optional=False)
+    check_number(
+        "A checkpoint's step",
+        step,
+        fix,
+        minimum=0,
+        maximum=MAX_STEP,
+        is_optional=False,
+    )
     return pathlib.Path(directory) / str(int(step))
 
 
