@@ -30,8 +30,8 @@ class LayoutMap:
         from a shape to a tuple.
 
     Raises:
-      re.error: if a key is not a valid regular expression.
-      ValueError: if a layout contains another axis, or the model axis twice, or
+      ValueError: if a key is not a valid regular expression, or a layout
+        is no sequence or contains another axis, or the model axis twice, or
         cores share sequences.
     """
 
@@ -49,7 +49,13 @@ class LayoutMap:
                 "`variable_partitioner` shards variables over the replicas."
             )
         for key in layout_map:
-            re.compile(key)
+            try:
+                re.compile(key)
+            except re.error as error:
+                raise ValueError(
+                    "The keys of `layout_map` must be regular expressions. "
+                    f"Received: {key!r}: {error}. Escape special characters."
+                ) from error
             self._layouts[key] = self._read_layout(key, layout_map[key])
         if mesh.cores_per_replica == 1:
             self._layouts = {}
@@ -102,9 +108,10 @@ class LayoutMap:
         model, value = self._mesh.model_axis, getattr(layout, "axes", layout)
         if callable(value):
             return value
-        axes: tuple[Any, ...] = tuple(value or ())
+        is_sequence = isinstance(value, list | tuple)
+        axes: tuple[Any, ...] = tuple(value) if is_sequence else ()
         named = [axis for axis in axes if axis is not None]
-        if value is None or set(named) - {model} or len(named) > 1:
+        if not is_sequence or set(named) - {model} or len(named) > 1:
             raise ValueError(
                 "A layout must shard at most one dimension of a variable over "
                 f"cores. Received: layout_map[{key!r}] = {value!r}. Use a "

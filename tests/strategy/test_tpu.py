@@ -125,7 +125,8 @@ def test_an_assignment_makes_replicas_of_its_cores(make):
             ["at most one"],
         ),
         ({"layout_map": {"a": None}}, ValueError, ["'a'", "None", "tuple"]),
-        ({"layout_map": {"(": ("model",)}}, re.error, ["position"]),
+        ({"layout_map": {"(": ("model",)}}, ValueError, ["'('", "regular"]),
+        ({"layout_map": {"kernel": 5}}, ValueError, ["layout_map['kernel']"]),
         (
             {
                 "device_assignment": make_assignment(2, 3),
