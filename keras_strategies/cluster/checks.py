@@ -1,10 +1,12 @@
 """Checks that users' arguments have the right types and are within bounds."""
 
+import contextlib
 import math
-import numbers
+import operator
 from collections.abc import Mapping
+from numbers import Real
 from types import UnionType
-from typing import Any
+from typing import Any, SupportsIndex, cast
 
 from keras_strategies.cluster.addresses import MAX_PORT, shorten
 
@@ -46,15 +48,16 @@ def check_number(
     """
     if value is None and is_optional:
         return
-    is_number = isinstance(value, numbers.Real) and not is_whole
-    is_number |= is_whole and hasattr(value, "__index__")
-    if value is None or isinstance(value, bool) or not is_number:
-        kind = "an integer" if is_whole else "a number"
-        raise TypeError(
-            f"{name} must be {kind}. Received: {shorten(value)} of type "
-            f"{type(value).__name__}. {fix}"
-        )
     number: Any = value
+    # An array would be compared in its own dtype, whatever the bounds.
+    with contextlib.suppress(TypeError):
+        number = operator.index(cast(SupportsIndex, value))
+    kind: Any = int if is_whole else Real
+    if isinstance(value, bool) or not isinstance(number, kind):
+        raise TypeError(
+            f"{name} must be {'an integer' if is_whole else 'a number'}. "
+            f"Received: {shorten(value)} of type {type(value).__name__}. {fix}"
+        )
     for is_met, rule in (
         (is_whole or math.isfinite(number), "finite"),
         (minimum is None or number >= minimum, f">= {minimum}"),
