@@ -1,12 +1,14 @@
 """Runs a function for several replicas in lockstep, in separate threads.
 
 Only one replica runs at a time. It runs up to its next collective, then the
-next replica runs. When all replicas have reached the collective, it is computed
-from all replicas' operands, and the replicas continue one after another.
+next replica runs. When all replicas have reached the collective, they continue
+one after another, and each computes it from all replicas' operands.
 Collectives are differentiable: the backward pass of a collective is itself a
 collective.
 """
 
+import functools
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from keras_strategies._types import Array
 from keras_strategies.passes.replay import (
     Concatenation,
     Reduce,
+    place_part,
     replay_scope,
 )
 from keras_strategies.passes.specs import Axis
@@ -27,7 +29,8 @@ from keras_strategies.passes.specs import Axis
 _SHAPES = "a collective (Concatenation)"
 END = "the function's end"
 """The name of the exchange after the user's function has returned."""
-_NOTHING: Any = object()
+_DONE = "the end of all writes"
+_STOP: Any = object()
 
 
 class Aborted(BaseException):
@@ -40,16 +43,16 @@ class Lockstep:
     Args:
       num_replicas: Number of replicas.
       axis: Name of the replica axis in collectives.
+
+    Attributes:
+      reached: A queue of what the replicas reach: a place and a value, or an
+        error.
     """
 
     def __init__(self, num_replicas: int, axis: Axis) -> None:
-        self.num_replicas = num_replicas
         self.axis = axis
-        self._turn = 0
-        self._changed = threading.Condition()
-        self._posted: list[Any] = [_NOTHING] * num_replicas
-        self._answers: list[Any] = [_NOTHING] * num_replicas
-        self._error: BaseException | None = None
+        self.reached = queue.SimpleQueue[Any]()
+        self._answers = [queue.SimpleQueue[Any]() for _ in range(num_replicas)]
 
     def run(self, fn: Callable[[int], Any]) -> list[Any]:
         """Calls `fn(replica)` once for each replica.
@@ -61,88 +64,53 @@ class Lockstep:
           Exception: the first exception that a replica raised.
           RuntimeError: if the replicas reached different collectives.
         """
-        results: list[Any] = [None] * self.num_replicas
 
-        def one(replica: int) -> None:
+        def call(replica: int) -> None:
             try:
-                self._wait_for_turn(replica)
-                with replay_scope(Turn(self, replica)):
-                    results[replica] = fn(replica)
+                self.wait(replica)
+                turn = Turn(self, replica)
+                with replay_scope(turn):
+                    turn.meet(fn(replica), _DONE)
             except Aborted:
                 pass
             except BaseException as error:
-                # `_end` wakes the other replicas, which then raise `Aborted`.
-                self._error = self._error or error
-            finally:
-                self._end(replica)
+                self.reached.put(error)
 
         threads = [
-            threading.Thread(target=one, args=(i,), name=f"replica_{i}")
-            for i in range(self.num_replicas)
+            threading.Thread(target=call, args=(i,), name=f"replica_{i}")
+            for i in range(len(self._answers))
         ]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
-        if self._error is not None:
-            raise self._error
-        return results
+        try:
+            reached = self._run_all(None)
+            while {kind for kind, _ in reached} != {_DONE}:
+                reached = self._run_all(reached)
+        finally:
+            for answers in self._answers:
+                answers.put(_STOP)
+            for thread in threads:
+                thread.join()
+        return [value for _, value in reached]
 
-    def exchange(
-        self,
-        replica: int,
-        kind: str,
-        value: object,
-        combine: Callable[[list[Any]], list[Any]],
-    ) -> Any:
-        """Waits for the values of all replicas and combines them.
+    def _run_all(self, answer: object) -> list[Any]:
+        """Runs one replica after another, each up to its next `meet`."""
+        reached: list[Any] = []
+        for answers in self._answers:
+            answers.put(answer)
+            reached.append(self.reached.get())
+            if isinstance(reached[-1], BaseException):
+                raise reached[-1]
+        return reached
 
-        Args:
-          replica: The id of the calling replica.
-          kind: A description of the exchange, equal on all replicas.
-          value: The replica's value.
-          combine: A function that takes the values of all replicas and returns
-            a list with one answer per replica.
-
-        Returns:
-          This replica's entry in the result of `combine`.
-
-        Raises:
-          RuntimeError: if other replicas called `exchange` with another `kind`.
-        """
-        with self._changed:
-            self._posted[replica] = (kind, value)
-            # When a replica arrives here, the next replica gets the turn. The
-            # last replica to arrive computes all answers, and replica 0
-            # continues.
-            if all(v is not _NOTHING for v in self._posted):
-                _check_kinds([kind for kind, _ in self._posted])
-                values = [value for _, value in self._posted]
-                self._posted = [_NOTHING] * self.num_replicas
-                self._answers = list(combine(values))
-                self._turn = 0
-            else:
-                self._turn = replica + 1
-            self._changed.notify_all()
-        self._wait_for_turn(replica, for_answer=True)
-        answer, self._answers[replica] = self._answers[replica], _NOTHING
+    def wait(self, replica: int) -> Any:
+        """Waits until a replica's turn; returns what all have reached."""
+        answer = self._answers[replica].get()
+        if answer is _STOP:
+            # For a function that catches `Aborted`, and goes on.
+            self._answers[replica].put(_STOP)
+            raise Aborted
         return answer
-
-    def _wait_for_turn(self, replica: int, *, for_answer: bool = False) -> None:
-        def is_over() -> bool:
-            has_answer = self._answers[replica] is not _NOTHING
-            is_next = self._turn == replica and (has_answer or not for_answer)
-            return is_next or self._error is not None
-
-        with self._changed:
-            self._changed.wait_for(is_over)
-            if self._error is not None:
-                raise Aborted
-
-    def _end(self, replica: int) -> None:
-        with self._changed:
-            self._turn = replica + 1
-            self._changed.notify_all()
 
 
 class Turn:
@@ -166,128 +134,77 @@ class Turn:
           RuntimeError: if other replicas called `meet` with another `where` (a
             description of the place in the code).
         """
-        count = self._lockstep.num_replicas
-        return self._lockstep.exchange(
-            self.replica, where, value, lambda values: [values] * count
-        )
+        self._lockstep.reached.put((where, value))
+        reached = self._lockstep.wait(self.replica)
+        places = [place for place, _ in reached]
+        if len(set(places)) > 1:
+            raise RuntimeError(
+                "All replicas must call the same collectives in the same order "
+                "(`all_reduce`, `merge_call`, an optimizer's `apply`, a write "
+                "of an aggregated variable). Received: replicas that reached "
+                f"{places}. Call the same collectives on every replica."
+            )
+        return [value for _, value in reached]
 
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
         """Computes a collective and returns this replica's results."""
+        axis = self._lockstep.axis
         if isinstance(reduce, Concatenation):
             shapes = self.meet(operands[0].shape, _SHAPES)
             if len(set(shapes)) > 1:
-                reduce = reduce.with_shapes(shapes)
-                operands = [reduce.pad(operands[0])]
+                (array,), sizes = operands, reduce.find_sizes(shapes)
+                part = array.astype("int8") if array.dtype == bool else array
+                part = place_part(part, reduce.dim, sizes, self.replica)
+                add_up = functools.partial(jax.lax.psum, axis_name=axis)
+                (total,) = self.collective(add_up, [part])
+                return [total.astype(array.dtype)]
+        function = getattr(reduce, "func", reduce)
+        name = getattr(function, "__qualname__", type(function).__name__)
+        name = f"a collective ({name})"
+        reduce_all = jax.vmap(reduce, axis_name=axis)
+
+        def forward(arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+            """Returns this replica's results and all replicas' operands."""
+            stacked = self._stack(arrays, name)
+            return self._take(reduce_all(stacked)), stacked
+
+        def backward(stacked: list[Any], cotangents: list[Any]) -> Any:
+            """Returns the gradient of the sum of all replicas' losses."""
+            cotangents = self._stack(cotangents, f"the gradient of {name}")
+            _, pull_back = jax.vjp(reduce_all, stacked)
+            return (self._take(pull_back(cotangents)[0]),)
+
         if not any(isinstance(a, Tracer) for a in operands):
-            return self._forward(reduce, operands)[0]
-
-        @jax.custom_vjp
-        def exchange(arrays: list[Any]) -> list[Any]:
-            return self._forward(reduce, arrays)[0]
-
-        exchange.defvjp(
-            lambda arrays: self._forward(reduce, arrays),
-            lambda stacked, cotangents: (
-                self._backward(reduce, stacked, cotangents),
-            ),
-        )
+            return forward(operands)[0]
+        exchange = jax.custom_vjp(lambda arrays: forward(arrays)[0])
+        exchange.defvjp(forward, backward)
         return exchange(operands)
 
-    def _forward(
-        self, reduce: Reduce, arrays: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Returns this replica's results and all replicas' operands."""
-        _check_concrete(arrays)
+    def _stack(self, arrays: list[Any], where: str) -> list[Any]:
+        """Stacks each array of all replicas."""
+        if any(isinstance(array, Tracer) for array in arrays):
+            raise RuntimeError(
+                "In debug mode, replicas must not communicate inside functions "
+                "that JAX traces (`jit`, `scan`, `cond`, a second gradient). "
+                "Call the collective outside of the function, or turn debug "
+                "mode off."
+            )
+        values = self.meet(arrays, where)
+        shapes = [[(a.shape, str(a.dtype)) for a in each] for each in values]
+        if any(s != shapes[0] for s in shapes):
+            raise ValueError(
+                "The arrays that replicas pass to a collective must have the "
+                "same shapes and dtypes on all replicas. Received, for each "
+                f"replica: {shapes}. Make the shapes and dtypes match, or "
+                "reduce over the rows first."
+            )
+        return [_stack_column(column) for column in zip(*values, strict=True)]
 
-        def combine(values: list[list[Any]]) -> list[Any]:
-            _check_shapes(values)
-            stacked = _stack(values)
-            results = jax.vmap(reduce, axis_name=self._lockstep.axis)(stacked)
-            return [(result, stacked) for result in self._parts(results)]
-
-        return self._lockstep.exchange(
-            self.replica, _name(reduce), arrays, combine
-        )
-
-    def _backward(
-        self, reduce: Reduce, stacked: list[Any], cotangents: list[Any]
-    ) -> list[Any]:
-        """Returns the gradient with respect to this replica's operands.
-
-        It is the gradient of the sum of all replicas' losses.
-        """
-        _check_concrete(cotangents)
-        mapped = jax.vmap(reduce, axis_name=self._lockstep.axis)
-        floats = [k for k, a in enumerate(stacked) if _is_float(a)]
-
-        def select_floats(values: list[Any]) -> list[Any]:
-            operands = list(stacked)
-            for k, value in zip(floats, values, strict=True):
-                operands[k] = value
-            results = mapped(operands)
-            return [results[k] for k in floats]
-
-        def combine(values: list[list[Any]]) -> list[Any]:
-            _, pull = jax.vjp(select_floats, [stacked[k] for k in floats])
-            return self._parts(pull(_stack(values))[0])
-
-        gradients = self._lockstep.exchange(
-            self.replica,
-            f"the gradient of {_name(reduce)}",
-            [cotangents[k] for k in floats],
-            combine,
-        )
-        zeros = [np.zeros(a.shape[1:], jax.dtypes.float0) for a in stacked]
-        for k, value in zip(floats, gradients, strict=True):
-            zeros[k] = value
-        return zeros
-
-    def _parts(self, columns: Sequence[Any]) -> list[list[Any]]:
-        """Splits stacked arrays into one list of entries per replica."""
-        count = self._lockstep.num_replicas
-        return [[column[i] for column in columns] for i in range(count)]
+    def _take(self, columns: list[Any]) -> list[Any]:
+        return [column[self.replica, ...] for column in columns]
 
 
-def _is_float(array: Array) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.inexact)
-
-
-def _name(reduce: object) -> str:
-    function = getattr(reduce, "func", reduce)
-    name = getattr(function, "__qualname__", type(function).__name__)
-    return f"a collective ({name})"
-
-
-def _check_kinds(kinds: list[str]) -> None:
-    if len(set(kinds)) > 1:
-        raise RuntimeError(
-            "All replicas must call the same collectives in the same order "
-            "(`all_reduce`, `merge_call`, an optimizer's `apply`, a write of "
-            f"an aggregated variable). Received: replicas that reached {kinds}."
-            " Call the same collectives on every replica."
-        )
-
-
-def _stack(values: list[list[Any]]) -> list[Any]:
-    return [jnp.stack(column) for column in zip(*values, strict=True)]
-
-
-def _check_concrete(arrays: list[Any]) -> None:
-    if any(isinstance(array, Tracer) for array in arrays):
-        raise RuntimeError(
-            "In debug mode, replicas must not communicate inside functions "
-            "that JAX traces (`jit`, `scan`, `cond`, a second gradient). "
-            "Call the collective outside of the function, or turn debug mode "
-            "off."
-        )
-
-
-def _check_shapes(values: list[list[Any]]) -> None:
-    shapes = [[(a.shape, str(a.dtype)) for a in arrays] for arrays in values]
-    if any(s != shapes[0] for s in shapes):
-        raise ValueError(
-            "The arrays that replicas pass to a collective must have the same "
-            "shapes and dtypes on all replicas. Received, for each replica: "
-            f"{shapes}. Make the shapes and dtypes match, or reduce over the "
-            "rows first."
-        )
+def _stack_column(column: Sequence[Any]) -> Any:
+    # The tangents of integers are arrays of NumPy, without bytes.
+    is_empty = column[0].dtype == jax.dtypes.float0
+    return np.stack(column) if is_empty else jnp.stack(column)

@@ -33,35 +33,21 @@ class Concatenation:
     Attributes:
       axis: The replica axis.
       dim: The dimension along which the arrays are concatenated; not negative.
-      sizes: The size of each replica's array in `dim`, if the sizes differ,
-        else None. Arrays of different sizes are padded at the end to the
-        largest size.
     """
 
     axis: Axis
     dim: int
-    sizes: tuple[int, ...] | None = None
 
     def __call__(self, operands: list[Any]) -> list[Any]:
-        """Gathers the array of the operands."""
+        """Gathers the array of the operands, which all have its shape."""
         (array,) = operands
         if not array.shape[self.dim]:
             # The array is empty on all replicas. XLA rejects empty operands.
             return [array]
-        if self.sizes is None:
-            tiled = jax.lax.all_gather(
-                array, self.axis, axis=self.dim, tiled=True
-            )
-            return [tiled]
-        each = jax.lax.all_gather(array, self.axis, axis=0)
-        parts = [
-            jax.lax.slice_in_dim(each[k], 0, size, axis=self.dim)
-            for k, size in enumerate(self.sizes)
-        ]
-        return [jnp.concatenate(parts, self.dim)]
+        return [jax.lax.all_gather(array, self.axis, axis=self.dim, tiled=True)]
 
-    def with_shapes(self, shapes: list[tuple[int, ...]]) -> "Concatenation":
-        """Returns this concatenation for arrays of different sizes.
+    def find_sizes(self, shapes: list[tuple[int, ...]]) -> list[int]:
+        """Returns the size in `dim` of each replica's array.
 
         Args:
           shapes: The shape of each replica's array.
@@ -77,45 +63,42 @@ class Concatenation:
                 f"{shapes}, concatenated along dimension {dim}. Make the sizes "
                 "in the other dimensions equal."
             )
-        return dataclasses.replace(self, sizes=tuple(s[dim] for s in shapes))
-
-    def pad(self, array: Array) -> jax.Array:
-        """Pads a replica's array to the size of the largest one."""
-        maximum = max(self.sizes or (0,))
-        missing = [(0, 0)] * array.ndim
-        missing[self.dim] = (0, max(maximum - array.shape[self.dim], 0))
-        return jnp.pad(array, missing)
+        return [s[dim] for s in shapes]
 
 
-def ragged_concatenation(
-    axis: Axis, dim: int, sizes: tuple[int, ...]
-) -> Reduce:
+def ragged_concatenation(axis: Axis, dim: int, sizes: list[int]) -> Reduce:
     """Returns a collective that concatenates arrays of different sizes.
 
-    It is implemented as a sum: each replica's array is placed at its position
-    in an array of zeros. So all replicas' programs have the same collective,
-    with operands of the same shape.
-
-    Args:
-      axis: The replica axis.
-      dim: The dimension along which the arrays are concatenated; not negative.
-      sizes: The size of each replica's array in `dim`.
+    It is implemented as a sum of `place_part`. So all replicas' programs have
+    the same collective, with operands of the same shape.
     """
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
 
     def concatenate(operands: list[Any]) -> list[Any]:
         (array,) = operands
-        shape = list(array.shape)
-        shape[dim] = sum(sizes)
-        is_bool = array.dtype == bool
-        part = array.astype("int8") if is_bool else array
-        start = jnp.array(starts)[jax.lax.axis_index(axis)]
-        result = jnp.zeros(shape, part.dtype)
-        result = jax.lax.dynamic_update_slice_in_dim(result, part, start, dim)
-        result = jax.lax.psum(result, axis)
-        return [result.astype(bool) if is_bool else result]
+        part = array.astype("int8") if array.dtype == bool else array
+        part = place_part(part, dim, sizes, jax.lax.axis_index(axis))
+        return [jax.lax.psum(part, axis).astype(array.dtype)]
 
     return concatenate
+
+
+def place_part(
+    array: Array, dim: int, sizes: list[int], replica: Array | int
+) -> jax.Array:
+    """Places a replica's array at its position in an array of zeros.
+
+    Args:
+      array: The array.
+      dim: The dimension along which arrays are concatenated; not negative.
+      sizes: The size of each replica's array in `dim`.
+      replica: The id of the replica.
+    """
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    shape = list(array.shape)
+    shape[dim] = sum(sizes)
+    start = jnp.array(starts)[replica]
+    zeros = jnp.zeros(shape, array.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(zeros, array, start, dim)
 
 
 class Reached(BaseException):
@@ -147,8 +130,7 @@ class Replay:
     """
 
     def __init__(self, known: list[Reduce]) -> None:
-        self._known = known
-        self._position = 0
+        self._known = iter(known)
         self._has_ended = False
 
     def collective(self, reduce: Reduce, operands: list[Any]) -> list[Any]:
@@ -157,10 +139,9 @@ class Replay:
         Raises:
           Reached: if the collective is not in `known`.
         """
-        position = self._position
-        self._position += 1
-        if position < len(self._known):
-            return self._known[position](operands)
+        known = next(self._known, None)
+        if known is not None:
+            return known(operands)
         self._has_ended = True
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
         raise Reached(reduce, shapes)

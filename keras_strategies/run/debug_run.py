@@ -8,7 +8,7 @@ the same code as in a compiled program.
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import keras
@@ -24,7 +24,7 @@ from keras_strategies.passes.lockstep import Lockstep, Turn
 from keras_strategies.run import replica_trace
 from keras_strategies.spmd.identity import IdentityMap, IdentitySet
 from keras_strategies.spmd.mesh import ReplicaMesh
-from keras_strategies.spmd.values import STACKED, PerReplica, stack_replicas
+from keras_strategies.spmd.values import PerReplica, stack_replicas
 from keras_strategies.step.ragged import (
     ragged_call,
     replica_merge,
@@ -66,7 +66,7 @@ def debug_run(
     shares = variants.compute_shares(rows)
     lockstep = Lockstep(mesh.num_replicas, mesh.all_replicas)
 
-    def replica(index: int) -> "_Ended":
+    def replica(index: int) -> tuple[ragged_call.BranchResult, "_Written"]:
         # Keras stores its open scopes in lists in a thread-local state. This
         # thread gets copies of the lists, so that a scope that one replica
         # opens is not open for the others.
@@ -90,35 +90,23 @@ def debug_run(
             )
             return _merge_writes(step, seen, results, merging)
 
-    ended: list[_Ended] = lockstep.run(replica)
-    _set_variables(ended, mesh)
-    return _regroup_results([e.called for e in ended], mesh)
+    ended = lockstep.run(replica)
+    _set_variables([written for _, written in ended], mesh)
+    return _regroup_results([called for called, _ in ended], mesh)
 
 
-class _Ended(NamedTuple):
-    """The outcome of the user's function on one replica.
-
-    Attributes:
-      written: Pairs of a variable that any replica wrote, and its value
-        combined from all replicas.
-      copies: A dict from the ids of variables with a separate copy on each
-        replica to this replica's copies.
-      called: The results and new values of the call.
-    """
-
-    written: list[tuple[keras.Variable, Any]]
-    copies: dict[int, Any]
-    called: ragged_call.BranchResult
+_Written = list[tuple[keras.Variable, Any, Any]]
+"""A replica's variables that any replica wrote, each with its value combined
+from all replicas, and this replica's copy if replicas have separate ones."""
 
 
-def _set_variables(ended: list[_Ended], mesh: ReplicaMesh) -> None:
+def _set_variables(written: list[_Written], mesh: ReplicaMesh) -> None:
     """Sets the variables to the values combined from all replicas."""
-    for variable, value in ended[0].written:
+    for column in zip(*written, strict=True):
+        variable, value, _ = column[0]
         if on_read.is_on_read(variable):
             on_read.create_copies(variable, mesh)
-            copies = stack_replicas(
-                [e.copies[id(variable)] for e in ended], mesh
-            )
+            copies = stack_replicas([copy for *_, copy in column], mesh)
             on_read.set_copies(variable, copies, _replicate(value, mesh))
         else:
             sharding = shardings.get_sharding(variable, mesh)
@@ -127,7 +115,7 @@ def _set_variables(ended: list[_Ended], mesh: ReplicaMesh) -> None:
 
 def _merge_writes(
     step: StepContext, seen: "_SeenScope", results: Tree, merging: StepContext
-) -> _Ended:
+) -> tuple[ragged_call.BranchResult, _Written]:
     """Combines the replicas' writes to variables.
 
     Every replica's thread calls this after the user's function.
@@ -137,32 +125,35 @@ def _merge_writes(
       seen: The scope that collected this replica's writes.
       results: The function's results on this replica.
       merging: The context in which the writes are combined.
+
+    Returns:
+      The results and new values of the call, and the writes.
     """
     turn = replay.current.side
     assert isinstance(turn, Turn)
     # Replicas may use different variables, but all replicas must reduce the
     # same variables in the same order. So each replica reduces the union of
     # all replicas' variables.
-    all_old = turn.meet(list(seen.old))
-    variables = list(IdentitySet(v for each in all_old for v in each))
-    folded = [seen.get_current_value_before(v) for v in variables]
+    all_seen = turn.meet(list(seen.before))
+    variables = list(IdentitySet(v for each in all_seen for v in each))
+    before = [seen.get_values_before(v) for v in variables]
+    old, folded = [pair[0] for pair in before], [pair[1] for pair in before]
     called = replica_trace.collect_call(step, seen, results, variables, folded)
     notes: list[replica_merge.BranchFacts] = turn.meet(called.note)
-    unchecked = replica_trace.find_unaggregated(notes)
-    for k in unchecked:
+    for k in replica_trace.find_unaggregated(notes):
         if not bool(replica_trace.is_same(called.new[k], step.axis)):
             replica_trace.refuse_difference(variables[k])
-    old = [seen.old[v] for v in variables]
     values, copies, _ = replica_merge.merge_state(
         merging, variables, old, folded, called, notes, []
     )
-    copied = [id(v) for v in variables if on_read.is_on_read(v)]
-    written = [
-        (v, values[k])
-        for k, v in enumerate(variables)
-        if on_read.is_on_read(v) or any(n.is_changed[k] for n in notes)
-    ]
-    return _Ended(written, dict(zip(copied, copies, strict=True)), called)
+    written: _Written = []
+    copy = iter(copies)
+    for k, variable in enumerate(variables):
+        if on_read.is_on_read(variable):
+            written.append((variable, values[k], next(copy)))
+        elif any(note.is_changed[k] for note in notes):
+            written.append((variable, values[k], None))
+    return called, written
 
 
 class _SeenScope(CollectingScope):
@@ -181,30 +172,29 @@ class _SeenScope(CollectingScope):
         self._step = step
         self._mesh = mesh
         self._replica = replica
-        self.old: IdentityMap[Any] = IdentityMap()
-        self._folded: IdentityMap[Any] = IdentityMap()
+        self.before: IdentityMap[tuple[Any, Any]] = IdentityMap()
 
     def get_current_value(self, variable: keras.Variable) -> Array:
         """Returns the last written value, or else the value before the call."""
         written = super().get_current_value(variable)
         if written is not None:
             return written
-        return self.get_current_value_before(variable)
+        return self.get_values_before(variable)[1]
 
-    def get_current_value_before(self, variable: keras.Variable) -> Array:
-        """Returns a variable's value on this replica before the call.
+    def get_values_before(self, variable: keras.Variable) -> tuple[Any, Any]:
+        """Returns a variable's value on this replica before the call, twice.
 
-        If the variable is a seed, the replica's id is folded into the value.
+        If the variable is a seed, the replica's id is folded into the second.
         """
-        if variable not in self.old:
+        if variable not in self.before:
             # JAX may be tracing a branch or a loop at this point. The value
             # must be computed outside of that trace.
             with jax.ensure_compile_time_eval():
-                self.old[variable] = old = self._read_start(variable)
+                old = self._read_start(variable)
                 (folded,) = seeds.fold_seeds([variable], [old], self._step)
             self._step.notes.before[variable] = folded
-            self._folded[variable] = folded
-        return self._folded[variable]
+            self.before[variable] = old, folded
+        return self.before[variable]
 
     def _read_start(self, variable: keras.Variable) -> Array:
         if on_read.is_on_read(variable) and variable._value is not None:
@@ -223,7 +213,7 @@ class _SeenScope(CollectingScope):
           RuntimeError: if the variable is on another strategy's devices.
         """
         replica_trace.refuse_foreign(update[0], self._mesh)
-        self.get_current_value_before(update[0])
+        self.get_values_before(update[0])
         super().add_update(update)
 
 
@@ -244,14 +234,7 @@ def _regroup_results(
 def _wrap_parts(parts: list[Any], mesh: ReplicaMesh) -> Array:
     if mesh.num_replicas == 1:
         return parts[0]
-    if len({(part.shape, str(part.dtype)) for part in parts}) > 1:
-        return PerReplica(
-            [
-                jax.device_put(part, device)
-                for part, device in zip(parts, mesh.first_devices, strict=True)
-            ]
-        )
-    return PerReplica.of(stack_replicas(parts, mesh), STACKED)
+    return PerReplica(list(map(jax.device_put, parts, mesh.first_devices)))
 
 
 def _replicate(value: Array, mesh: ReplicaMesh) -> jax.Array:

@@ -353,10 +353,8 @@ def _adapt_shapes(
     if all(s == shapes[0] for s in shapes):
         return reduce
     if isinstance(reduce, replay_lib.Concatenation):
-        uneven = reduce.with_shapes([shapes[k][0] for k in places])
-        return replay_lib.ragged_concatenation(
-            uneven.axis, uneven.dim, uneven.sizes or ()
-        )
+        sizes = reduce.find_sizes([shapes[k][0] for k in places])
+        return replay_lib.ragged_concatenation(reduce.axis, reduce.dim, sizes)
     raise ValueError(
         "A value given to a collective must have the same shape on all "
         f"replicas. Received: shapes {shapes}, because the replicas have "
