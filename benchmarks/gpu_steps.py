@@ -34,7 +34,7 @@ from keras_strategies.gpu.topology_devices import (
     complete_options,
     make_gpu_devices,
 )
-from keras_strategies.spmd.compiled import Figures
+from keras_strategies.planning.program.costs import Costs
 
 layers = keras.layers
 MIN_SIZE = 2**14
@@ -90,7 +90,7 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], int]] = {
 
 def compile_ours(
     make: Callable[[], keras.Model], rows: int, topology: str, partitioner: Any
-) -> Figures:
+) -> Costs:
     """Compiles the step of a strategy."""
     strategy = ks.MirroredStrategy.for_topology(
         topology, variable_partitioner=partitioner
@@ -100,12 +100,12 @@ def compile_ours(
         model.compile(make_optimizer(), make_loss())
     batch = make_batch(model, rows * strategy.num_replicas_in_sync)
     program = strategy.compile_step(model, batch)
-    return Figures.measure(program.executable, program.compile_seconds)
+    return Costs.measure(program.executable, program.compile_seconds)
 
 
 def compile_raw(
     make: Callable[[], keras.Model], rows: int, topology: str, is_sharded: bool
-) -> Figures:
+) -> Costs:
     """Compiles Keras's stateless step, partitioned by XLA."""
     devices = make_gpu_devices(topology)
     mesh = Mesh(devices, ("replica",))
@@ -140,7 +140,7 @@ def compile_raw(
     lowered = jitted.lower(*state, *split)
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=complete_options(None, devices))
-    return Figures.measure(compiled, time.perf_counter() - start)
+    return Costs.measure(compiled, time.perf_counter() - start)
 
 
 def make_raw_step(
@@ -184,7 +184,7 @@ def make_loss() -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def count_sent(figures: Figures) -> float:
+def count_sent(figures: Costs) -> float:
     """Returns the bytes that a GPU sends."""
     return sum(
         size * (2 if kind == SENT_TWICE else 1)
@@ -199,7 +199,7 @@ def compare(
     *,
     is_sharded: bool = True,
     policy: str = "mixed_bfloat16",
-) -> dict[str, Figures]:
+) -> dict[str, Costs]:
     """Compiles a step of each kind, and returns their figures by name."""
     kind = ks.experimental.Replicated
     default = None
@@ -220,7 +220,7 @@ def compare(
         keras.config.set_dtype_policy(before)
 
 
-def show(name: str, found: dict[str, Figures]) -> Table:
+def show(name: str, found: dict[str, Costs]) -> Table:
     """Returns a table of the figures of a model's steps."""
     table = Table(title=name)
     for title in ("step", "collectives", "MB sent", "temporary MB", "seconds"):

@@ -41,7 +41,7 @@ from rich.table import Table
 import keras_strategies as ks
 from keras_strategies.passes import hlo
 from keras_strategies.planning.program.walk import count_iterations
-from keras_strategies.spmd.compiled import Figures
+from keras_strategies.spmd.compiled import measure_memory
 
 PEERS = ("ours", "scanned", "raw", "raw-scanned")
 ROWS = ("data", "fsdp")
@@ -267,10 +267,10 @@ def count_cycles(text):
 def facts(executable, trace_seconds, compile_seconds):
     memory = executable.memory_analysis()
     cost = executable.cost_analysis() or {}
+    temporary = measure_memory(executable)
     return {
         "arguments, GB": memory.argument_size_in_bytes / 1e9,
-        "temporaries, GB": Figures.measure(executable, 0.0).temporary_bytes
-        / 1e9,
+        "temporaries, GB": temporary["temporary_bytes"] / 1e9,
         "code, MB": memory.generated_code_size_in_bytes / 1e6,
         "XLA's estimate, ms": max(cost.get("optimal_seconds", 0), 0) * 1e3,
         "Mcycles": count_cycles(executable.as_text()) / 1e6,

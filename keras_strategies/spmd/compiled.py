@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import re
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,9 +15,7 @@ from keras_strategies.gpu.host_arguments import place_host_arguments
 from keras_strategies.gpu.topology_devices import complete_options
 from keras_strategies.passes.hlo import (
     COLLECTIVES,
-    Computation,
     Instruction,
-    find_collective,
     list_collectives,
     parse,
 )
@@ -35,70 +32,41 @@ _NO_LAYER = re.compile(
     r"checkpoint|remat2?|rematted_computation|custom_[jv][vj]p_call\w*|)$"
 )
 _MAX_LENGTH = 80
-_ACTIVATION = re.compile(r"\(*b?f\d+\[\d+,\d+,\d")
-"""Matches the shape of floats with at least three dimensions."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Figures:
-    """The resources that a compiled program needs on each device.
+def measure_memory(executable: Any) -> dict[str, int]:
+    """Reads from XLA which memory a compiled program needs on each device.
 
-    Attributes:
-      argument_bytes: Bytes of the state and the batch.
-      output_bytes: Bytes of the results that do not overwrite the state in
-        place.
-      temporary_bytes: Bytes of intermediate values.
-      counts: Number of collectives of each kind, such as "all-reduce".
-      sent: Bytes of the arrays that the collectives of each kind send.
-      compile_seconds: Compile time in seconds.
+    Args:
+      executable: A `jax.stages.Compiled`.
+
+    Returns:
+      A dict of bytes: "argument_bytes" of the state and the batch,
+      "output_bytes" of the results that do not overwrite the state in place,
+      and "temporary_bytes" of intermediate values.
     """
+    memory = executable.memory_analysis()
+    return {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes
+        - memory.alias_size_in_bytes,
+        "temporary_bytes": _measure_temporaries(executable, memory),
+    }
 
-    argument_bytes: float
-    output_bytes: float
-    temporary_bytes: float
-    counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    sent: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    compile_seconds: float
 
-    @property
-    def bytes_in_all(self) -> float:
-        """The bytes of memory that the program needs on each device."""
-        return self.argument_bytes + self.output_bytes + self.temporary_bytes
+def measure_collectives(text: str) -> dict[str, dict[str, int]]:
+    """Counts the collectives in a program's text.
 
-    @classmethod
-    def measure(cls, executable: Any, seconds: float) -> "Figures":
-        """Reads the resource figures of a compiled program from XLA.
-
-        Args:
-          executable: A `jax.stages.Compiled`.
-          seconds: The time that it took to compile the program.
-        """
-        return cls(
-            compile_seconds=seconds,
-            **cls.measure_memory(executable),
-            **cls.measure_collectives(executable.as_text()),
-        )
-
-    @staticmethod
-    def measure_memory(executable: Any) -> dict[str, Any]:
-        """Returns the fields of the bytes that a program needs."""
-        memory = executable.memory_analysis()
-        return {
-            "argument_bytes": memory.argument_size_in_bytes,
-            "output_bytes": memory.output_size_in_bytes
-            - memory.alias_size_in_bytes,
-            "temporary_bytes": _measure_temporaries(executable, memory),
-        }
-
-    @staticmethod
-    def measure_collectives(text: str) -> dict[str, Any]:
-        """Returns the fields of the collectives in a program's text."""
-        counts = collections.Counter[str]()
-        sent = collections.Counter[str]()
-        for collective in list_collectives(parse(text)):
-            counts[collective.kind] += 1
-            sent[collective.kind] += int(collective.size)
-        return {"counts": dict(counts), "sent": dict(sent)}
+    Returns:
+      A dict: "counts" has the number of collectives of each kind, such as
+      "all-reduce", and "sent" the bytes of the arrays that these send.
+    """
+    counts = collections.Counter[str]()
+    sent = collections.Counter[str]()
+    for collective in list_collectives(parse(text)):
+        counts[collective.kind] += 1
+        sent[collective.kind] += int(collective.size)
+    return {"counts": dict(counts), "sent": dict(sent)}
 
 
 def lower(program: jax.stages.Wrapped, *args: Any) -> jax.stages.Lowered:
@@ -160,6 +128,9 @@ class CompiledProgram:
       cores_per_replica: Number of devices of each replica.
       trace_seconds: Time in seconds to trace and lower the program.
       compile_seconds: Time in seconds to compile it.
+      argument_bytes: Bytes of the state and the batch on each device.
+      output_bytes: Bytes per device of results that do not overwrite the state.
+      temporary_bytes: Bytes of intermediate values on each device.
       executable: JAX's compiled object (`jax.stages.Compiled`).
 
     Example:
@@ -174,6 +145,9 @@ class CompiledProgram:
     cores_per_replica: int
     trace_seconds: float
     compile_seconds: float
+    argument_bytes: int
+    output_bytes: int
+    temporary_bytes: int
     executable: Any
 
     def as_text(self) -> str:
@@ -186,8 +160,7 @@ class CompiledProgram:
 
         A collective in a loop is counted once, not once per iteration.
         """
-        counts = self._figures.counts
-        return {kind: int(counts.get(kind, 0)) for kind in COLLECTIVES}
+        return self._count("counts")
 
     @property
     def collective_bytes(self) -> dict[str, int]:
@@ -198,23 +171,15 @@ class CompiledProgram:
         all-reduce, or the sum of a reduce-scatter before it is scattered. A
         collective in a loop is counted once.
         """
-        sent = self._figures.sent
-        return {kind: int(sent.get(kind, 0)) for kind in COLLECTIVES}
+        return self._count("sent")
 
-    @property
-    def argument_bytes(self) -> int:
-        """The bytes of the state and the batch on each device."""
-        return int(self._figures.argument_bytes)
+    def _count(self, name: str) -> dict[str, int]:
+        counts = self._collectives[name]
+        return {kind: counts.get(kind, 0) for kind in COLLECTIVES}
 
-    @property
-    def output_bytes(self) -> int:
-        """The bytes per device of results that do not overwrite the state."""
-        return int(self._figures.output_bytes)
-
-    @property
-    def temporary_bytes(self) -> int:
-        """The bytes of the program's intermediate values on each device."""
-        return int(self._figures.temporary_bytes)
+    @functools.cached_property
+    def _collectives(self) -> dict[str, Any]:
+        return measure_collectives(self.as_text())
 
     @property
     def bytes_per_chip(self) -> int:
@@ -223,11 +188,7 @@ class CompiledProgram:
         If JAX shows the two cores of a chip as two devices, these are the bytes
         of one core.
         """
-        return int(self._figures.bytes_in_all)
-
-    @functools.cached_property
-    def _figures(self) -> Figures:
-        return Figures.measure(self.executable, self.compile_seconds)
+        return self.argument_bytes + self.output_bytes + self.temporary_bytes
 
     def __str__(self) -> str:
         cores = self.cores_per_replica
@@ -238,11 +199,11 @@ class CompiledProgram:
             if n
         ]
         sizes = (
-            ("arguments", self.argument_bytes),
-            ("outputs", self.output_bytes),
-            ("temporary", self.temporary_bytes),
+            (self.argument_bytes, "arguments"),
+            (self.output_bytes, "outputs"),
+            (self.temporary_bytes, "temporary"),
         )
-        parts = ", ".join(f"{n / BYTES_PER_MB:.3f} {name}" for name, n in sizes)
+        parts = ", ".join(f"{n / BYTES_PER_MB:.3f} {name}" for n, name in sizes)
         return (
             f"{self.name}: {self.num_replicas} replicas"
             f"{f' of {cores} cores' if cores > 1 else ''}\n"
@@ -267,27 +228,16 @@ def compile_program(
       name: A description of the program.
       options: XLA compiler options by name. None for the options that a normal
         run uses.
-
-    Raises:
-      TypeError: if `options` is not a mapping.
     """
-    if options is not None and not isinstance(options, Mapping):
-        raise TypeError(
-            "`compiler_options` must be a mapping from XLA option names to "
-            f"values. Received: {options!r} of type {type(options).__name__}. "
-            'Pass for example {"exec_time_optimization_effort": -1.0}.'
-        )
-    is_absent = mesh.is_abstract
     with choosing_cached():
         start = time.perf_counter()
         lowered = lower()
         middle = time.perf_counter()
-        with without_jax_cache() if is_absent else contextlib.nullcontext():
+        is_cached = not mesh.is_abstract
+        with contextlib.nullcontext() if is_cached else without_jax_cache():
             executable = lowered.compile(
                 compiler_options=complete_options(options, mesh.devices)
             )
-    if mesh.context_parallel:
-        _warn_of_gathered_tokens(executable.as_text(), mesh.cores_per_replica)
     return CompiledProgram(
         name=name,
         num_replicas=mesh.num_replicas,
@@ -295,6 +245,7 @@ def compile_program(
         trace_seconds=middle - start,
         compile_seconds=time.perf_counter() - middle,
         executable=executable,
+        **measure_memory(executable),
     )
 
 
@@ -309,60 +260,3 @@ def describe_source(instruction: Instruction) -> str:
     layers = [part for part in parts[:-1] if not _NO_LAYER.match(part)]
     where = "/".join(layers)[:_MAX_LENGTH] or "the step"
     return f"{operation[:_MAX_LENGTH]} in {where}"
-
-
-def _warn_of_gathered_tokens(text: str, cores: int) -> None:
-    """Warns of layers for which a core receives the tokens of all cores.
-
-    Attention needs them. Ids and masks are small.
-
-    Args:
-      text: The text of a compiled program.
-      cores: The number of cores of a replica, which share its sequences.
-    """
-    layers: dict[str, float] = {}
-    for computation in parse(text).computations.values():
-        for x in computation.instructions:
-            is_float = _ACTIVATION.match(x.result) is not None
-            is_weight = x.source.endswith("/all_gather")
-            if not is_float or is_weight:
-                continue
-            for collective in find_collective(computation, x):
-                replicas = {k // cores for k in (collective.groups or [[]])[0]}
-                if collective.kind != "all-gather" or len(replicas) > 1:
-                    continue
-                reader = _find_reader(computation, x)
-                if "attention" not in reader.source:
-                    layers[describe_source(reader)] = collective.size
-    if layers:
-        shown = ", ".join(
-            f"{layer} ({size / BYTES_PER_MB:.3g} MB)"
-            for layer, size in sorted(layers.items(), key=lambda p: -p[1])[:5]
-        )
-        warnings.warn(
-            "Layers outside of attention should compute each token by itself "
-            "if the cores of a replica share its sequences "
-            "(`context_parallel`). Received: a program in which each core "
-            f"receives the tokens of all cores for {shown}. Replace these "
-            "layers, or expect the memory of whole sequences there "
-            "(docs/large_models.md).",
-            UserWarning,
-            stacklevel=4,
-        )
-
-
-def _find_reader(computation: Computation, gather: Instruction) -> Instruction:
-    """Returns the instruction that an all-gather is for, by its source.
-
-    jax 0.12 and newer give an all-gather the source of its operand, or none.
-    """
-    sources = {computation.by_name[name].source for name in gather.operands}
-    if gather.source and gather.source not in sources:
-        return gather
-    readers = [gather]
-    for reader in readers:
-        if reader.source not in ("", gather.source):
-            return reader
-        users = computation.users.get(reader.name, ())
-        readers += [user for user in users if user not in readers]
-    return gather

@@ -22,14 +22,21 @@ BY_SOURCE = ("top_operations", "unknown_loops")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Costs(compiled.Figures):
+class Costs:
     """The costs of a compiled program on each device.
 
     All numbers are those of the whole program, in which a loop's body counts as
     often as it runs. Without specifications of the chip, all are 0 except for
-    those of `Figures`.
+    bytes of memory and collectives.
 
     Attributes:
+      argument_bytes: Bytes of the state and the batch.
+      output_bytes: Bytes of the results that do not overwrite the state in
+        place.
+      temporary_bytes: Bytes of intermediate values.
+      counts: Number of collectives of each kind, such as "all-reduce".
+      sent: Bytes of the arrays that the collectives of each kind send.
+      compile_seconds: Compile time in seconds.
       code_bytes: Bytes of the program itself in the device's memory.
       flops: Number of multiplications and additions in matrix products,
         convolutions and attention's kernels.
@@ -52,6 +59,12 @@ class Costs(compiled.Figures):
         text was parsed.
     """
 
+    argument_bytes: float
+    output_bytes: float
+    temporary_bytes: float
+    counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    sent: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    compile_seconds: float
     code_bytes: float = 0.0
     flops: float = 0.0
     kernel_flops: float = 0.0
@@ -72,7 +85,8 @@ class Costs(compiled.Figures):
     @property
     def bytes_in_all(self) -> float:
         """The bytes of memory that the program needs on each device."""
-        return super().bytes_in_all + self.code_bytes
+        standing = self.argument_bytes + self.output_bytes
+        return standing + self.temporary_bytes + self.code_bytes
 
     @classmethod
     def measure(
@@ -93,11 +107,11 @@ class Costs(compiled.Figures):
         """
         code = executable.memory_analysis().generated_code_size_in_bytes
         facts: dict[str, Any] = {"code_bytes": code, "compile_seconds": seconds}
-        facts |= cls.measure_memory(executable)
+        facts |= compiled.measure_memory(executable)
         text = executable.as_text()
         try:
             if chip is None:
-                facts |= cls.measure_collectives(text)
+                facts |= compiled.measure_collectives(text)
             else:
                 facts |= estimate_work(text, chip, devices)
         except _UNREADABLE as error:
