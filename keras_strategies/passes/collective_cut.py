@@ -7,6 +7,7 @@ inputs. The caller computes the collectives outside of the branches.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,19 +25,13 @@ from jax.extend.core import (
 
 from keras_strategies._types import Array, Equation
 from keras_strategies.passes import stages
+from keras_strategies.passes.stages import is_collective
 
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_lin": "call_jaxpr",
-}
-"""The parameter with the jaxpr, for each primitive that calls a jaxpr."""
+_CALLS = stages.names_in(
+    "jit pjit closed_call core_call remat2 checkpoint",
+    "custom_jvp_call custom_vjp_call custom_lin",
+)
+"""Primitives that call a jaxpr."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,8 +173,9 @@ def find_called_jaxpr(equation: Equation) -> tuple[Any, list[Any]] | None:
     """Returns the jaxpr that an equation calls, with its constants, or None."""
     if equation.primitive.name == "call_hi_primitive":
         return _trace_expanded(equation)
-    called = equation.params.get(_CALLS.get(equation.primitive.name))
-    if called is None:
+    params = equation.params
+    called = params.get("jaxpr", params.get("call_jaxpr"))
+    if called is None or equation.primitive.name not in _CALLS:
         return None
     inner = getattr(called, "jaxpr", called)
     consts = list(getattr(called, "consts", ()))
@@ -235,7 +231,7 @@ def _trace_expanded(equation: JaxprEqn) -> tuple[Any, list[Any]]:
 
 def _collectives_in(jaxpr: Jaxpr) -> Iterator[Any]:
     for equation in jaxpr.eqns:
-        if stages.is_collective(equation):
+        if is_collective(equation):
             yield equation
         elif _has_collectives(equation):
             called = find_called_jaxpr(equation)
@@ -253,7 +249,9 @@ def _collectives_in(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def _has_collectives(equation: JaxprEqn) -> bool:
-    return any(map(stages.is_collective, stages.equations_in(equation)))
+    """Returns whether an equation is a collective, or contains one."""
+    inner = stages.equations_in(equation)
+    return is_collective(equation) or any(map(is_collective, inner))
 
 
 def _evaluate(
@@ -266,34 +264,22 @@ def _evaluate(
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars, inputs, strict=True))
 
-    pending: list[Any] = []
-
-    def compute() -> None:
-        outputs = [v for e in pending for v in e.outvars]
-        outputs = [v for v in outputs if not isinstance(v, DropVar)]
-        arrays = stages.compute_equations(
-            jaxpr, pending, outputs, values.__getitem__
-        )
-        values.update(zip(outputs, arrays, strict=True))
-        pending.clear()
-
     def read(operands: Sequence[Any]) -> list[Any]:
         return [stages.read_value(v, values) for v in operands]
 
-    for equation in jaxpr.eqns:
-        is_cut = stages.is_collective(equation)
-        if not is_cut and not _has_collectives(equation):
-            pending.append(equation)
+    for meets, group in itertools.groupby(jaxpr.eqns, _has_collectives):
+        equations = list(group)
+        if not meets:
+            stages.update_values(jaxpr, equations, values)
             continue
-        compute()
-        operands = read(equation.invars)
-        called = None if is_cut else find_called_jaxpr(equation)
-        if called is None:
-            results = meet(operands)
-        else:
-            results = _evaluate(*called, operands, meet)
-        values.update(zip(equation.outvars, results, strict=True))
-    compute()
+        for equation in equations:
+            operands, is_cut = read(equation.invars), is_collective(equation)
+            called = None if is_cut else find_called_jaxpr(equation)
+            if called is None:
+                results = meet(operands)
+            else:
+                results = _evaluate(*called, operands, meet)
+            values.update(zip(equation.outvars, results, strict=True))
     return read(jaxpr.outvars)
 
 

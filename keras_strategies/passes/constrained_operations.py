@@ -23,7 +23,7 @@ over the cores of a replica.
 """
 
 import functools
-import threading
+import itertools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -85,11 +85,8 @@ def constrain_operations(
     constraints = _Constraints(axes, mesh)
 
     def constrain(program: Jaxpr) -> list[Any]:
-        return [
-            equation
-            for before in program.eqns
-            for equation in constraints.add_to(before)
-        ]
+        parts = map(constraints.add_to, program.eqns)
+        return list(itertools.chain.from_iterable(parts))
 
     return rewrite_programs(traced, constrain)
 
@@ -169,16 +166,8 @@ def _close(equation: Equation, dims: Collection[int]) -> _Specs:
 def _close_windows(equation: Equation, _: tuple[str, ...]) -> _Specs:
     """Returns specs that do not shard what windows combine."""
     params = equation.params
-    sizes = [
-        params[name]
-        for name in (
-            "window_dimensions",
-            "window_strides",
-            "base_dilation",
-            "window_dilation",
-        )
-        if params.get(name) is not None
-    ]
+    names = "window_dimensions window_strides base_dilation window_dilation"
+    sizes = [params[n] for n in names.split() if params.get(n) is not None]
     dims = [
         dim
         for dim, padding in enumerate(params["padding"])
@@ -238,8 +227,6 @@ _RULES: dict[str, Callable[[Equation, tuple[str, ...]], _Specs]] = {
 
 
 _NAME = "lower_with_sharding_in_types"
-_lock = threading.Lock()
-_is_installed = False
 # Names of the replica axes for which constraints are omitted.
 _axes: set[str] = set()
 
@@ -263,34 +250,25 @@ def leave_out_open_constraints(axis: str) -> None:
     Args:
       axis: Name of the replica axis.
     """
-    global _is_installed
     from jax._src.interpreters import mlir
 
-    with _lock:
-        _axes.add(axis)
-        original = getattr(mlir, _NAME, None)
-        if _is_installed or original is None:
-            return
+    original = getattr(mlir, _NAME, None)
+    # The first axis installs the patch.
+    if original is not None and not _axes:
         setattr(mlir, _NAME, _leaving_out(original))
-        _is_installed = True
+    _axes.add(axis)
 
 
 def _leaving_out(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def lower(ctx: Any, op: Any, aval: Any) -> Any:
-        return op if _is_ours(aval.sharding.mesh) else original(ctx, op, aval)
+        # `replica_map` makes meshes that are manual over the replicas and
+        # automatic over their cores.
+        mesh: AbstractMesh = aval.sharding.mesh
+        is_ours = not _axes.isdisjoint(mesh.axis_names[:1])
+        is_ours = is_ours and mesh.axis_types[0] == AxisType.Manual
+        if is_ours and AxisType.Explicit not in mesh.axis_types:
+            return op
+        return original(ctx, op, aval)
 
     return lower
-
-
-def _is_ours(mesh: AbstractMesh) -> bool:
-    """Returns whether a program's mesh was set up by `replica_map`.
-
-    Such a mesh is manual over the replicas and automatic over their cores.
-    """
-    types = mesh.axis_types
-    return (
-        not _axes.isdisjoint(mesh.axis_names[:1])
-        and types[0] == AxisType.Manual
-        and AxisType.Explicit not in types
-    )

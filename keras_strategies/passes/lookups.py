@@ -24,7 +24,7 @@ from jax.extend.core import Literal, Var
 
 from keras_strategies._types import Array, Equation
 from keras_strategies.passes.specs import Exchange, Sharded
-from keras_strategies.passes.stages import variables
+from keras_strategies.passes.stages import names_in, variables
 from keras_strategies.passes.weight_gradients import adds_rows, casts
 
 _ID_BYTES = 4
@@ -32,11 +32,9 @@ _LANES, _VECTOR_MEMORY = 128, 2**27
 _KEEP_ZEROS = ("broadcast_in_dim", "convert_element_type")
 # The dimensions of rows that are those of a slice; those of the table that ids
 # index, and that slices do not have.
-_LOOKED_UP = "offset_dims", "start_index_map", "collapsed_slice_dims"
-_ADDED = (
-    "update_window_dims",
-    "scatter_dims_to_operand_dims",
-    "inserted_window_dims",
+_LOOKED_UP = names_in("offset_dims start_index_map collapsed_slice_dims")
+_ADDED = names_in(
+    "update_window_dims scatter_dims_to_operand_dims inserted_window_dims"
 )
 
 
@@ -131,9 +129,8 @@ class Lookups:
         self._columns: dict[Var, tuple[Array, int]] = {}
         # Ids of all replicas, by the variable of this replica's.
         self._ids: dict[Var, Array] = {}
-        self._narrow = {
-            e.outvars[0]: e.invars[0] for e in equations if _widens(e)
-        }
+        widening = filter(_widens, equations)
+        self._narrow = {e.outvars[0]: e.invars[0] for e in widening}
 
     def look_up(self, equation: Equation, shard: Array, dim: int) -> None:
         """Computes a lookup of all replicas in this replica's columns.

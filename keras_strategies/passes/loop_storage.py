@@ -14,7 +14,6 @@ What is stacked for this is at most as large as what the loop stacks without it.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,7 +40,11 @@ from keras_strategies.passes.stages import (
     scan_operands,
     variables,
 )
-from keras_strategies.passes.weight_gradients import count_uses, find_makers
+from keras_strategies.passes.weight_gradients import (
+    count_uses,
+    find_makers,
+    replace_equations,
+)
 
 _PRODUCT = "dot_general"
 _MOVES = names_in("convert_element_type copy reshape squeeze transpose")
@@ -302,8 +305,7 @@ def _rewrite_program(program: Jaxpr) -> list[Any]:
             _find_again(loops[source], loop, uses)
         loop.find_moved()
     changed = {key: loop.rewrite() for key, loop in loops.items()}
-    parts = (changed.get(id(e), [e]) for e in program.eqns)
-    return list(itertools.chain.from_iterable(parts))
+    return replace_equations(program.eqns, changed)
 
 
 def _find_again(first: _Loop, second: _Loop, uses: Mapping[Var, int]) -> None:

@@ -162,9 +162,8 @@ def keeps_shards(equation: JaxprEqn) -> bool:
 
 def sums_shards(equation: JaxprEqn) -> bool:
     """Returns whether a result's sum can be computed from operands' sums."""
-    return any(
-        sums(equation) for sums in (adds, names, adds_rows, unstacks, joins)
-    )
+    kinds = (adds, names, adds_rows, unstacks, joins)
+    return any(is_kind(equation) for is_kind in kinds)
 
 
 def find_lookups(
@@ -282,13 +281,11 @@ def find_scattered(
         if adds_rows(maker):
             is_inner = sums_rows(maker, makers, spec)
         if unstacks(maker):
-            is_inner = _sinks_all(maker, read, uses) and sink(
-                maker.invars[0], stacked_spec(spec)
-            )
+            is_inner = _sinks_all(maker, read, uses)
         if joins(maker):
-            is_inner = find_split(maker, spec) is not None and sink(
-                maker.invars[0], stacked_spec(spec)
-            )
+            is_inner = find_split(maker, spec) is not None
+        if is_inner and (unstacks(maker) or joins(maker)):
+            is_inner = sink(maker.invars[0], stacked_spec(spec))
         if adds(maker) or names(maker):
             # A list, not a generator, because `any` must not skip the second
             # operand.

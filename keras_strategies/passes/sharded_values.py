@@ -82,13 +82,12 @@ class ShardedInterpreter:
         self._sums: dict[Var, Any] = {}
         self._lookups = Lookups([], exchange, self.full)
 
-    def set_replicated(self, variable: Var, value: Array) -> None:
-        """Sets the full value of a replicated variable."""
-        self._full[variable] = value
-
-    def set_shard(self, variable: Var, shard: Array, spec: Sharded) -> None:
-        """Sets this replica's shard of the value of a sharded variable."""
-        self._shards[variable] = shard, spec
+    def set(self, variable: Var, value: Array, spec: Sharded | None) -> None:
+        """Sets this replica's shard of a value; without a spec, all of it."""
+        if spec is None:
+            self._full[variable] = value
+        else:
+            self._shards[variable] = value, spec
 
     def is_sharded(self, variable: Var | Literal) -> bool:
         """Returns whether only this replica's shard of a value is available."""
@@ -238,7 +237,7 @@ class ShardedInterpreter:
         )
         self._full.update(zip(others, tied, strict=True))
         for variable, part in zip(shards, parts, strict=True):
-            self.set_shard(variable, part, self._shards[variable][1])
+            self.set(variable, part, self._shards[variable][1])
         return True
 
     def _pass_on(self, equation: Equation) -> bool:
@@ -264,7 +263,7 @@ class ShardedInterpreter:
             shard = checkpoint_name(shard, params["name"])
         else:
             shard = jax.lax.convert_element_type(shard, params["new_dtype"])
-        self.set_shard(equation.outvars[0], shard, spec)
+        self.set(equation.outvars[0], shard, spec)
         return True
 
     def _sum(self, equation: Equation, places: dict[Var, Sharded]) -> None:
@@ -315,12 +314,12 @@ class ShardedInterpreter:
 
     def _enter(self, equation: Equation, places: dict[Var, Sharded]) -> None:
         """Computes a called function, some of whose operands are shards."""
-        entering: list[tuple[Any, Sharded | None]] = []
-        for position, variable in enumerate(equation.invars):
-            if self._enters_sharded(equation, position):
-                entering.append(self._shards[variable])
-            else:
-                entering.append((self.full(variable), None))
+        entering: list[tuple[Any, Sharded | None]] = [
+            self._shards[v]
+            if self._enters_sharded(equation, k)
+            else (self.full(v), None)
+            for k, v in enumerate(equation.invars)
+        ]
         out_specs = [places.get(v) for v in equation.outvars]
         inner_specs = [[spec for _, spec in entering], out_specs]
         if is_loop(equation):
@@ -338,10 +337,7 @@ class ShardedInterpreter:
         for variable, spec, result in zip(
             equation.outvars, out_specs, results, strict=True
         ):
-            if spec is None:
-                self._full[variable] = result
-            else:
-                self._sums[variable] = result
+            (self._full if spec is None else self._sums)[variable] = result
 
     def _call(
         self,
@@ -355,14 +351,9 @@ class ShardedInterpreter:
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         values = ShardedInterpreter(jaxpr, self._exchange)
         for variable, value in zip(jaxpr.constvars, consts, strict=True):
-            values.set_replicated(variable, value)
-        for variable, value, spec in zip(
-            jaxpr.invars, operands, specs, strict=True
-        ):
-            if spec is None:
-                values.set_replicated(variable, value)
-            else:
-                values.set_shard(variable, value, spec)
+            values.set(variable, value, None)
+        for each in zip(jaxpr.invars, operands, specs, strict=True):
+            values.set(*each)
         scattered = {
             v: spec
             for v, spec in zip(jaxpr.outvars, out_specs, strict=True)

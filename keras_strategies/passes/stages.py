@@ -24,16 +24,23 @@ from jax.extend.core import (
 
 from keras_strategies._types import Array, Equation
 
+
+def names_in(*groups: str) -> tuple[str, ...]:
+    """Splits strings at spaces into names, such as those of primitives."""
+    return tuple(name for group in groups for name in group.split())
+
+
 SUM_IF = "ks_sum_if"
 """The name of the function in the traces of `replica_map.sum_if`: its last
 equation is a `cond` of computing arrays, and of computing and summing them."""
 
 # Effects that are not visible outside of the program: uses of a mapped axis,
 # and reads and writes of references.
-_SILENT = {
-    *("NamedAxisEffect", "InternalMutableArrayEffect"),
-    *("ReadEffect", "WriteEffect", "AccumEffect"),
-}
+_SILENT = names_in(
+    "NamedAxisEffect InternalMutableArrayEffect",
+    "ReadEffect WriteEffect AccumEffect",
+)
+_COLLECTIVES = names_in("psum pmax pmin all_gather reduce_scatter ppermute")
 
 
 def find_output_stages(jaxpr: Jaxpr, stages: Sequence[int]) -> list[int]:
@@ -127,6 +134,22 @@ def compute_equations(
         eqns=list(equations),
     )
     return jaxpr_as_fun(ClosedJaxpr(program, []))(*map(read_value, read))
+
+
+def update_values(
+    jaxpr: Jaxpr, equations: Sequence[Any], values: dict[Var, Any]
+) -> None:
+    """Computes some equations of a program, and adds their results to `values`.
+
+    Args:
+      jaxpr: The program.
+      equations: The equations.
+      values: The values of the variables that they read; changed in place.
+    """
+    results = [v for equation in equations for v in equation.outvars]
+    results = [v for v in results if not isinstance(v, DropVar)]
+    arrays = compute_equations(jaxpr, equations, results, values.__getitem__)
+    values.update(zip(results, arrays, strict=True))
 
 
 def with_consts_as_inputs(traced: ClosedJaxpr) -> Jaxpr:
@@ -223,11 +246,8 @@ def _values(operands: Sequence[Any], flow: dict[Var, int]) -> list[int]:
 
 def references(equation: Equation) -> list[Var]:
     """Returns the references among an equation's operands and results."""
-    return [
-        variable
-        for variable in (*equation.invars, *equation.outvars)
-        if is_reference(variable)
-    ]
+    values = (*equation.invars, *equation.outvars)
+    return list(filter(is_reference, values))
 
 
 def is_reference(variable: Var | Literal) -> bool:
@@ -292,16 +312,6 @@ def is_collective(equation: Equation) -> bool:
     return axes is None or len(reduced_dims(equation)) < len(axes)
 
 
-_COLLECTIVES = (
-    "psum",
-    "pmax",
-    "pmin",
-    "all_gather",
-    "reduce_scatter",
-    "ppermute",
-)
-
-
 def rewrite_programs(
     traced: ClosedJaxpr, rewrite: Callable[[Jaxpr], Sequence[Any]]
 ) -> ClosedJaxpr:
@@ -339,13 +349,8 @@ def rewrite_programs(
         if inner is not program:
             new = change(inner)
             return program if new is inner else program.replace(jaxpr=new)
-        equations = list(map(change_equation, program.eqns))
-        if not all(map(operator.is_, equations, program.eqns)):
-            program = program.replace(eqns=equations)
-        equations = list(rewrite(program))
-        is_same = len(equations) == len(program.eqns)
-        is_same &= all(map(operator.is_, equations, program.eqns))
-        return program if is_same else program.replace(eqns=equations)
+        program = _with_equations(program, map(change_equation, program.eqns))
+        return _with_equations(program, rewrite(program))
 
     def change_equation(equation: Any) -> Any:
         before = equation.params
@@ -356,6 +361,13 @@ def rewrite_programs(
         return equation if is_same else equation.replace(params=params)
 
     return change(traced)
+
+
+def _with_equations(program: Any, new: Iterable[Any]) -> Any:
+    equations = list(new)
+    is_same = len(equations) == len(program.eqns)
+    is_same &= all(map(operator.is_, equations, program.eqns))
+    return program if is_same else program.replace(eqns=equations)
 
 
 def scan_operands(
@@ -378,8 +390,3 @@ def scan_operands(
     split = params["num_consts"]
     end = split + params["num_carry"]
     return list(values[:split]), list(values[split:end]), list(values[end:])
-
-
-def names_in(*groups: str) -> tuple[str, ...]:
-    """Splits strings at spaces into the names of primitives."""
-    return tuple(name for group in groups for name in group.split())

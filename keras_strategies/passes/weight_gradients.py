@@ -13,7 +13,7 @@
 
 import collections
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,9 +84,8 @@ def _fold_transposes(
     makers = find_makers(equations, outputs)
     changed: dict[int, list[Any]] = {}
     for equation in equations:
-        if equation.primitive.name != "transpose":
-            continue
-        product = makers.get(equation.invars[0])
+        is_transpose = equation.primitive.name == "transpose"
+        product = makers.get(equation.invars[0]) if is_transpose else None
         if product is None or product.primitive.name != "dot_general":
             continue
         if equation.params["permutation"] == _swap_sides(product):
@@ -102,7 +101,7 @@ def _fold_transposes(
                     | {"dimension_numbers": numbers, "out_sharding": None},
                 )
             ]
-    return _replace_equations(equations, changed)
+    return replace_equations(equations, changed)
 
 
 def _swap_sides(product: Equation) -> tuple[int, ...] | None:
@@ -126,13 +125,16 @@ def _swap_sides(product: Equation) -> tuple[int, ...] | None:
     return (*range(start), *range(left, rank), *range(start, left))
 
 
-def _replace_equations(
-    equations: Sequence[Any], changed: dict[int, list[Any]]
-) -> Sequence[Any]:
-    if not changed:
-        return equations
-    pairs = ((e, changed.get(id(e))) for e in equations)
-    parts = ([e] if new is None else new for e, new in pairs)
+def replace_equations(
+    equations: Sequence[Any], changed: Mapping[int, list[Any]]
+) -> list[Any]:
+    """Returns equations, some of which are replaced.
+
+    Args:
+      equations: The equations.
+      changed: What replaces an equation, by its id.
+    """
+    parts = (changed.get(id(e), [e]) for e in equations)
     return list(itertools.chain.from_iterable(parts))
 
 
@@ -218,7 +220,7 @@ class _Widening:
             ):
                 self._compute_wide(equation.invars[0], equation.outvars[0])
                 self._changed[id(equation)] = []
-        return _replace_equations(self._equations, self._changed)
+        return replace_equations(self._equations, self._changed)
 
     def _is_sum(self, value: Any) -> bool:
         """Returns whether a value is a sum that is read once."""

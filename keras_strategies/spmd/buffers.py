@@ -131,15 +131,14 @@ def sum_arrays(
       buffering: The rule that decides which arrays share a buffer. None for no
         buffers.
     """
-    sums: list[Any] = [None] * len(arrays)
+    sums: dict[int, jax.Array] = {}
     for members in buffering.groups(arrays) if buffering else ():
         group = [arrays[i] for i in members]
         total = _sum_over(pack(group, axis), axis)
-        for i, piece in zip(members, unpack(total, group, axis), strict=True):
-            sums[i] = piece
+        sums |= zip(members, unpack(total, group, axis), strict=True)
     return [
-        _sum_over(array, axis) if total is None else total
-        for array, total in zip(arrays, sums, strict=True)
+        sums[i] if i in sums else _sum_over(array, axis)
+        for i, array in enumerate(arrays)
     ]
 
 
@@ -202,28 +201,20 @@ def with_combined_sums(
     Returns:
       A function that takes the flat inputs and returns the flat outputs.
     """
-    equations = traced.jaxpr.eqns
-    if any(map(stages.has_effects, equations)) or stages.has_references(
-        traced.jaxpr
-    ):
+    jaxpr = traced.jaxpr
+    has_effects = any(map(stages.has_effects, jaxpr.eqns))
+    if has_effects or stages.has_references(jaxpr):
         return jaxpr_as_fun(traced)
-    equations = stages.needed_equations(equations, traced.jaxpr.outvars)
+    equations = stages.needed_equations(jaxpr.eqns, jaxpr.outvars)
     rounds = _rounds(equations, axis)
     if all(len(sums) < 2 for _, sums in rounds):
         return jaxpr_as_fun(traced)
-    jaxpr = traced.jaxpr
-    read = {id(v) for equation in equations for v in equation.invars}
-    read |= set(map(id, jaxpr.outvars))
 
     def compute(*inputs: Array) -> list[Any]:
         values = dict(zip(jaxpr.constvars, traced.consts, strict=True))
         values |= dict(zip(jaxpr.invars, inputs, strict=True))
         for computed, sums in rounds:
-            outputs = [v for e in computed for v in e.outvars if id(v) in read]
-            arrays = stages.compute_equations(
-                jaxpr, computed, outputs, values.__getitem__
-            )
-            values.update(zip(outputs, arrays, strict=True))
+            stages.update_values(jaxpr, computed, values)
             totals = _compute_sums(sums, values, axis, buffering)
             results = [v for equation in sums for v in equation.outvars]
             values.update(zip(results, totals, strict=True))
@@ -256,11 +247,7 @@ def _compute_sums(
     inner = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
     inputs = [stages.read_value(v, values) for v in call.invars]
     inner |= zip(traced.jaxpr.invars, inputs, strict=True)
-    results = [v for equation in before for v in equation.outvars]
-    arrays = stages.compute_equations(
-        traced.jaxpr, before, results, inner.__getitem__
-    )
-    inner |= zip(results, arrays, strict=True)
+    stages.update_values(traced.jaxpr, before, inner)
     index, *read = [stages.read_value(v, inner) for v in branch.invars]
     compute, compute_sums = map(jaxpr_as_fun, branch.params["branches"])
     is_rounded = _sums_in_other_dtype(branch.params["branches"][1])

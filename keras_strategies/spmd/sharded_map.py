@@ -294,21 +294,22 @@ class _SectionedStep:
 
     def _compute_section(self, k: int, plan: dict[Any, Any]) -> None:
         equations, inputs = self._equations(k, plan), self._find_inputs(k, plan)
-        specs = [self._specs.get(v, self._per_replica.spec) for v in inputs]
+        sources = [
+            _Want(_Result.VALUE, self._specs[v])
+            if v in self._specs
+            else self._per_replica
+            for v in inputs
+        ]
         wants = list(plan.values())
 
         def section(*arrays: Array) -> list[Any]:
             values = ShardedInterpreter(self._jaxpr, ShardExchange(self._mesh))
-            for variable, value, spec in zip(
-                inputs, arrays, specs, strict=True
+            for variable, value, source in zip(
+                inputs, arrays, sources, strict=True
             ):
-                if isinstance(spec, Sharded):
-                    values.set_shard(variable, value, spec)
-                else:
-                    is_global = variable in self._specs
-                    values.set_replicated(
-                        variable, value if is_global else value[0]
-                    )
+                spec = source.spec if isinstance(source.spec, Sharded) else None
+                value = value if source.how is _Result.VALUE else value[0]
+                values.set(variable, value, spec)
             scattered = {
                 v: want.spec
                 for v, want in wants
@@ -320,16 +321,10 @@ class _SectionedStep:
         mapped = replica_map(
             section,
             self._mesh,
-            in_specs=tuple(map(_manual, specs)),
+            in_specs=tuple(_manual(source.spec) for source in sources),
             out_specs=[_manual(want.spec) for _, want in wants],
         )
-        arrays = [
-            self._global[v]
-            if v in self._specs
-            else self._value(v, self._per_replica)
-            for v in inputs
-        ]
-        results = mapped(*arrays)
+        results = mapped(*map(self._value, inputs, sources))
         if self._mesh.platform == "gpu":
             results = jax.lax.optimization_barrier(results)
         self._returned.update(zip(plan, results, strict=True))
@@ -337,27 +332,27 @@ class _SectionedStep:
     def _results(
         self, values: ShardedInterpreter, wants: list[Any]
     ) -> list[Any]:
-        results: list[Any] = [None] * len(wants)
+        results: list[Any] = []
         summed, axis = [], self._mesh.all_replicas
-        for i, (variable, want) in enumerate(wants):
-            if want.how is _Result.SUM and isinstance(want.spec, Sharded):
-                results[i] = values.sum(variable, want.spec)
+        for variable, want in wants:
+            is_sharded = isinstance(want.spec, Sharded)
+            if want.how is _Result.SUM and not is_sharded:
+                summed.append(variable)
+                results.append(None)
             elif want.how is _Result.SUM:
-                summed.append(i)
+                results.append(values.sum(variable, want.spec))
             elif want.how is _Result.MAX:
-                results[i] = all_max(values.full(variable), axis)
+                results.append(all_max(values.full(variable), axis))
             elif want.how is _Result.PER_REPLICA:
-                results[i] = add_dim(values.full(variable), self._mesh)
-            elif isinstance(want.spec, Sharded):
-                results[i] = values.shard(variable, want.spec)
+                results.append(add_dim(values.full(variable), self._mesh))
+            elif is_sharded:
+                results.append(values.shard(variable, want.spec))
             else:
-                results[i] = values.full(variable)
-        terms = [jnp.asarray(values.full(wants[i][0])) for i in summed]
+                results.append(values.full(variable))
+        terms = [jnp.asarray(values.full(variable)) for variable in summed]
         buffering = choose_buffering(self._mesh)
-        sums = sum_arrays(terms, axis=axis, buffering=buffering)
-        for i, total in zip(summed, sums, strict=True):
-            results[i] = total
-        return results
+        sums = iter(sum_arrays(terms, axis=axis, buffering=buffering))
+        return [next(sums) if r is None else r for r in results]
 
     def _apply(self, equation: JaxprEqn, update: Update) -> None:
         """Computes an optimizer update on global arrays, outside of the map."""
@@ -374,9 +369,8 @@ class _SectionedStep:
         self._global |= zip(equation.outvars, values, strict=True)
 
     def _constrain(self, value: Array, spec: Spec) -> Array:
-        sharding = self._mesh.whole
-        if isinstance(spec, Placed):
-            sharding = spec.sharding
+        is_placed = isinstance(spec, Placed)
+        sharding = spec.sharding if is_placed else self._mesh.whole
         return jax.lax.with_sharding_constraint(value, sharding)
 
 
