@@ -16,7 +16,7 @@ from keras_strategies.spmd.batches import HostBatch
 from keras_strategies.spmd.identity import current_step
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.rows import fill_replicas, rows_of_replicas
-from keras_strategies.spmd.values import PADDED, ROWS, PerReplica
+from keras_strategies.spmd.values import ROWS, STACKED, PerReplica
 
 
 class DistributedDataset:
@@ -320,6 +320,6 @@ def _shard_ragged(
     shape = (len(counts), maximum, *leaf.shape[1:])
     return PerReplica.of(
         jax.make_array_from_callback(shape, mesh.split, make_entry),
-        PADDED,
+        STACKED,
         shapes=tuple((count, *leaf.shape[1:]) for count in counts),
     )

@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from keras_strategies._types import Leaf, Tree
 from keras_strategies.spmd import values
@@ -69,34 +68,24 @@ def make_function_key(
         return "recursion"
     inside = inside | {id(fn)}
     key = functools.partial(make_value_key, inside=inside)
-
-    def make_keys(keywords: dict[str, Any] | None) -> tuple[Any, ...]:
-        pairs = sorted((keywords or {}).items())
-        return tuple((name, key(value)) for name, value in pairs)
-
     if isinstance(fn, functools.partial):
-        arguments = (tuple(map(key, fn.args)), make_keys(fn.keywords))
-        return ("partial", make_function_key(fn.func, inside), *arguments)
+        keywords = tuple(sorted(fn.keywords.items()))
+        return "partial", key(fn.func), key(fn.args), key(keywords)
     if inspect.ismethod(fn):
-        return (
-            "method",
-            Same(fn.__self__),
-            make_function_key(fn.__func__, inside),
-        )
+        return "method", Same(fn.__self__), key(fn.__func__)
     if isinstance(fn, types.FunctionType):
+        scope = fn.__globals__
+        names = _find_global_names(fn.__code__)
         return (
             "function",
             fn.__code__,
-            id(fn.__globals__),
-            tuple(
-                _make_global_key(fn.__globals__, name, inside)
-                for name in _find_global_names(fn.__code__)
-            ),
+            id(scope),
+            tuple(_make_global_key(scope, name, inside) for name in names),
             tuple(
                 _make_cell_key(cell, inside) for cell in fn.__closure__ or ()
             ),
-            tuple(map(key, fn.__defaults__ or ())),
-            make_keys(fn.__kwdefaults__),
+            key(fn.__defaults__),
+            key(tuple(sorted((fn.__kwdefaults__ or {}).items()))),
         )
     return Same(fn)
 
@@ -108,11 +97,9 @@ def make_value_key(
 
     Plain values are compared by value, and other objects by identity.
     """
-    if isinstance(value, float):
-        # `hex` distinguishes 0.0 from -0.0, and NaN equals itself.
-        return float, value.hex()
-    if isinstance(value, complex):
-        return complex, repr(value)
+    if isinstance(value, float | complex):
+        # `repr` distinguishes 0.0 from -0.0, and NaN equals itself.
+        return type(value), repr(value)
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, _CALLABLES):
@@ -182,41 +169,31 @@ def describe_argument(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
     Raises:
       ValueError: if the rows cannot be split evenly among the replicas.
     """
+    layout, sharding, array = REPLICATED, mesh.whole, leaf
     if isinstance(leaf, values.Mirrored):
-        return _describe_shape(REPLICATED, get_shape(leaf.array), mesh.whole)
-    if isinstance(leaf, values.PerReplica):
+        array = leaf.array
+    elif isinstance(leaf, values.PerReplica):
         values.check_home(leaf, mesh)
-        if leaf.layout not in (values.ROWS, values.STACKED):
+        if leaf.layout == values.PARTS or leaf.shapes is not None:
             raise ValueError(
                 "A program can be compiled only for a batch in which all "
                 f"replicas have the same number of rows. Received: {leaf!r}. "
                 "Pass the shapes of such a batch."
             )
-        return _describe_shape(
-            leaf.layout, get_shape(leaf.arrays[0]), mesh.split
-        )
-    if getattr(leaf, "shape", None) is None or not hasattr(leaf, "dtype"):
+        layout, sharding, array = leaf.layout, mesh.split, leaf.arrays[0]
+    elif getattr(leaf, "shape", None) is None or not hasattr(leaf, "dtype"):
         return (STATIC, None, None, make_value_key(leaf), leaf), None
-    described = get_shape(leaf)
-    if not described.shape:
-        return _describe_shape(REPLICATED, described, mesh.whole)
-    rows = described.shape[0]
-    if rows % mesh.num_replicas or not rows:
-        raise ValueError(
-            "The number of rows of a distributed batch must be a multiple of "
-            f"the number of replicas. Received: an array of {rows} rows for "
-            f"{mesh.num_replicas} replicas. Change the number of rows, or pass "
-            "`ks.Mirrored(array)` to replicate the array."
-        )
-    return _describe_shape(values.ROWS, described, mesh.split)
-
-
-def _describe_shape(
-    layout: str, shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
-) -> tuple[Kind, Any]:
-    placed = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-    dtype = np.dtype(shape.dtype)
-    return (layout, shape.shape, dtype, None), placed
+    elif leaf.shape:
+        layout, sharding, rows = values.ROWS, mesh.split, leaf.shape[0]
+        if rows is not None and (rows % mesh.num_replicas or not rows):
+            raise ValueError(
+                "The number of rows of a distributed batch must be a multiple "
+                f"of the number of replicas. Received: an array of {rows} rows "
+                f"for {mesh.num_replicas} replicas. Change the number of rows, "
+                "or pass `ks.Mirrored(array)` to replicate the array."
+            )
+    shape = get_shape(array).update(sharding=sharding)
+    return (layout, shape.shape, shape.dtype, None), shape
 
 
 class _Opened:
@@ -243,14 +220,7 @@ def _rebuild(
     kept: tuple[Callable[..., Any], Any], values: Iterable[Any]
 ) -> Any:
     cls, keys = kept
-    try:
-        return cls(dict(zip(keys, values, strict=True)))
-    except TypeError as error:
-        raise TypeError(
-            "The class of a mapping in a nest must accept a dict, so that the "
-            f"mapping can be created again. Received: {cls!r}, which raises: "
-            f"{error}. Use a plain dict."
-        ) from error
+    return cls(dict(zip(keys, values, strict=True)))
 
 
 jax.tree_util.register_pytree_node(

@@ -28,9 +28,10 @@ from keras_strategies.keras_bridge.step_context import (
 from keras_strategies.kernels.kernels import kernels_for
 from keras_strategies.kernels.scanned_blocks import scanning_blocks
 from keras_strategies.passes.specs import Axis
-from keras_strategies.run.function_keys import open_nest
+from keras_strategies.run.function_keys import make_value_key, open_nest
 from keras_strategies.spmd.mesh import ReplicaMesh, format_devices
 from keras_strategies.spmd.replica_map import all_max, all_min, as_number
+from keras_strategies.spmd.values import Shapes
 from keras_strategies.step.ragged import replica_merge
 from keras_strategies.step.ragged.ragged_call import BranchResult
 from keras_strategies.variables.shardings import get_placement
@@ -50,24 +51,14 @@ class TraceReport:
       summed: Positions of the arrays that are also summed over the replicas.
       unchecked: Positions of written variables to which all replicas must
         write the same value. The caller checks that.
-      shapes: For each replica, the shapes of its arrays; or None if all
-        replicas have the same shapes.
+      shapes: For each array, its shape on each replica; None if all are equal.
     """
 
     structure: Any
     constants: list[list[Any] | None]
     summed: list[int]
     unchecked: list[int]
-    shapes: list[list[tuple[int, ...]]] | None
-
-    def get_shapes(self, position: int) -> tuple[tuple[int, ...], ...] | None:
-        """Returns an array's shape on each replica; None if all are equal."""
-        if self.shapes is None:
-            return None
-        shapes = tuple(
-            replica_shapes[position] for replica_shapes in self.shapes
-        )
-        return shapes if len(set(shapes)) > 1 else None
+    shapes: list[Shapes | None]
 
 
 def read_constant(leaf: object) -> list[Any] | None:
@@ -118,7 +109,7 @@ def merge_constants(structures: list[Any]) -> list[list[Any] | None]:
             result.append(None)
             continue
         values = [value for (value,) in column]
-        if all(v is values[0] or _is_same(v, values[0]) for v in values):
+        if len(set(map(make_value_key, values))) == 1:
             result.append(values[:1])
         elif all(isinstance(v, bool | int | float | complex) for v in values):
             result.append(values)
@@ -153,11 +144,6 @@ def rebuild_nest(
         return values[0] if len(values) == 1 else differing(values)
 
     return jax.tree.unflatten(structure, map(leaf, constants))
-
-
-def _is_same(a: object, b: object) -> bool:
-    is_plain = isinstance(a, bool | int | float | complex | str | bytes)
-    return is_plain and type(a) is type(b) and a == b
 
 
 def _refuse(trees: list[Any], leaves: list[Any]) -> NoReturn:
@@ -253,18 +239,17 @@ def make_report(
       ValueError: if the variants return nests of different structures.
     """
     structures = [note.structure for note in notes]
-    report = TraceReport(
+    columns = zip(*(shapes or [[()] * len(outputs)]), strict=True)
+    differing = [column if len(set(column)) > 1 else None for column in columns]
+    places = range(len(outputs) if mesh.num_replicas > 1 else 0)
+    small = [k for k in places if outputs[k].size <= _SUMMED]
+    return TraceReport(
         structure=structures[0][0],
         constants=merge_constants(structures),
-        summed=[],
+        summed=[k for k in small if differing[k] is None],
         unchecked=[k for k in find_unaggregated(notes) if k < num_written],
-        shapes=shapes,
+        shapes=differing,
     )
-    if mesh.num_replicas == 1:
-        return report
-    small = [k for k, output in enumerate(outputs) if output.size <= _SUMMED]
-    summed = [k for k in small if report.get_shapes(k) is None]
-    return dataclasses.replace(report, summed=summed)
 
 
 def is_same(value: Array, axis: Axis) -> jax.Array:
@@ -292,11 +277,8 @@ def find_unaggregated(notes: list[replica_merge.BranchFacts]) -> list[int]:
 
     These are variables that a replica wrote and that have no aggregation.
     """
-    return [
-        k
-        for k in range(len(notes[0].is_unaggregated))
-        if any(note.is_unaggregated[k] for note in notes)
-    ]
+    columns = zip(*(note.is_unaggregated for note in notes), strict=True)
+    return [k for k, column in enumerate(columns) if any(column)]
 
 
 def refuse_difference(variable: keras.Variable) -> None:

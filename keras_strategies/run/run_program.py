@@ -6,7 +6,6 @@ values. Each result is one array over all replicas. Small results are also
 summed in the program, because most of them are losses to be reduced next.
 """
 
-import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
@@ -24,10 +23,11 @@ from keras_strategies.hooks.variables_used import (
     LiftingScope,
 )
 from keras_strategies.keras_bridge.step_context import ReplicaScope
+from keras_strategies.passes.replay import separate_trace
 from keras_strategies.run import replica_trace
 from keras_strategies.spmd import compiled
 from keras_strategies.spmd.dispatch import dispatch
-from keras_strategies.spmd.identity import IdentityMap
+from keras_strategies.spmd.identity import IdentityMap, IdentitySet
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import (
     add_dim,
@@ -39,7 +39,6 @@ from keras_strategies.spmd.replica_map import (
 )
 from keras_strategies.spmd.sharded_map import sharded_map
 from keras_strategies.spmd.values import (
-    PADDED,
     STACKED,
     PerReplica,
     Shapes,
@@ -137,10 +136,8 @@ class RunProgram:
         scope = self._find_variables(leaves)
         self.lifted = list(scope.variables)
         shardings.shard_slots_by_names(self.lifted, self._mesh)
-        known = {id(v): v for v in (*others, *self.lifted)}
-        self._trainable = [
-            (weakref.ref(v), v.trainable) for v in known.values()
-        ]
+        known = IdentitySet((*others, *self.lifted))
+        self._trainable = [(weakref.ref(v), v.trainable) for v in known]
         for variable in self.lifted:
             on_read.create_copies(variable, self._mesh)
             if on_read.is_on_read(variable):
@@ -155,27 +152,25 @@ class RunProgram:
     def _find_variables(self, leaves: list[Any]) -> LiftingScope:
         """Traces the function once, to find the variables that it uses."""
         scope = LiftingScope()
-        # Here, variables are zeros. JAX caches traces of inner functions
-        # per mesh, so a separate mesh keeps later traces from reusing these.
-        mesh = dataclasses.replace(self._mesh, marker="lifting")
-        step = replica_trace.make_step(mesh, is_update=self._is_update)
+        step = replica_trace.make_step(self._mesh, is_update=self._is_update)
+        variant = self._variant_rows[0] if self._variant_rows else ()
 
         def abstract(*components: Array) -> Any:
             scope.enter_trace()
-            leaves = list(components)
-            if self._variant_rows:
-                leaves = cut_to_rows(
-                    self._variant_rows[0], self._is_ragged, leaves
-                )
-            with replica_trace.replica_tracing(step, self._replica_scope):
+            leaves = cut_to_rows(variant, self._is_ragged, list(components))
+            # Here, variables are zeros: no later trace may reuse an inner one.
+            with (
+                separate_trace("ks.lifting"),
+                replica_trace.replica_tracing(step, self._replica_scope),
+            ):
                 self._fn(leaves)
             return jnp.zeros((1,))
 
         mapped = replica_map(
             abstract,
-            mesh,
+            self._mesh,
             in_specs=tuple(self._specs),
-            out_specs=split_spec(mesh),
+            out_specs=split_spec(self._mesh),
         )
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
         with defer_creation(), scope:
@@ -289,7 +284,7 @@ class RunProgram:
     ) -> Tree:
         totals = dict(zip(report.summed, sums, strict=True))
         wrapped = (
-            self._wrap_array(array, totals.get(k), report.get_shapes(k))
+            self._wrap_array(array, totals.get(k), report.shapes[k])
             for k, array in enumerate(arrays)
         )
         return replica_trace.rebuild_nest(
@@ -308,9 +303,7 @@ class RunProgram:
     ) -> Array | PerReplica:
         if self._mesh.num_replicas == 1:
             return array[0]
-        if shapes is None:
-            return PerReplica.of(array, STACKED, total)
-        return PerReplica.of(array, PADDED, shapes=shapes)
+        return PerReplica.of(array, STACKED, total, shapes)
 
     # The methods below are called while the program is traced.
 

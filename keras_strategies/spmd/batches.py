@@ -10,8 +10,9 @@ own devices.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +23,8 @@ from keras_strategies.spmd import host_arrays
 from keras_strategies.spmd import rows as rows_lib
 from keras_strategies.spmd.mesh import ReplicaMesh, has_sharding
 
-_Key = tuple[Any, ...]
+_Flat = tuple[list[Any], PyTreeDef, tuple[int, ...]]
+"""The leaves of a batch, their structure, and the rows of each process."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,19 +160,8 @@ def num_rows(batch: Tree) -> int:
         (first_dim,) = first_dims
         if first_dim and first_dim[0]:
             return first_dim[0]
-    return _raise_invalid(batch)
-
-
-def _raise_invalid(batch: Tree) -> NoReturn:
-    """Raises the error that describes what is wrong with a batch."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    if not leaves:
-        raise ValueError(
-            "A batch must contain at least one array. Received: "
-            f"{batch!r}. Check what the dataset yields."
-        )
     lengths = {}
-    for path, leaf in leaves:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         name = jax.tree_util.keystr(path) or "the batch"
         shape = np.shape(leaf)
         if not shape:
@@ -182,16 +173,11 @@ def _raise_invalid(batch: Tree) -> NoReturn:
             )
         host_arrays.check_numbers(leaf, name)
         lengths[name] = shape[0]
-    if len(set(lengths.values())) > 1:
-        raise ValueError(
-            "All arrays of a batch must have the same number of rows. "
-            f"Received: {lengths}. Check x, y and sample_weight, and that the "
-            "dataset yields batches (`.batch(global_batch_size)`)."
-        )
     raise ValueError(
-        "A batch must have at least one row. Received: arrays with the shapes "
-        f"{[np.shape(leaf) for _, leaf in leaves]}. Check that the data "
-        "are not empty."
+        "All arrays of a batch must have the same number of rows, and at least "
+        f"one row. Received: {lengths or batch!r}. Check x, y and "
+        "sample_weight, and that the dataset yields batches "
+        "(`.batch(global_batch_size)`) and is not empty."
     )
 
 
@@ -224,18 +210,16 @@ def place(batches: Sequence[HostBatch], mesh: ReplicaMesh) -> Execution:
       batches: The batches, with this process's rows.
       mesh: The replicas to split the rows over.
     """
-    runs: list[tuple[_Key, list[list[Any]]]] = []
-    for batch in batches:
-        leaves, structure = jax.tree.flatten(batch.data)
-        kinds = [(np.shape(leaf), leaf.dtype) for leaf in leaves]
-        key = (structure, batch.parts, kinds)
-        if not runs or runs[-1][0] != key:
-            runs.append((key, []))
-        runs[-1][1].append(leaves)
+    flat = [(*jax.tree.flatten(b.data), b.parts) for b in batches]
+
+    def describe(batch: _Flat) -> tuple[Any, ...]:
+        leaves, structure, parts = batch
+        return structure, parts, [(np.shape(x), x.dtype) for x in leaves]
+
     return Execution(
         segments=tuple(
-            _place_run(structure, parts, run, mesh)
-            for (structure, parts, *_), run in runs
+            _place_run(structure, parts, [leaves for leaves, *_ in run], mesh)
+            for (structure, parts, _), run in itertools.groupby(flat, describe)
         )
     )
 
@@ -266,11 +250,8 @@ def _block_index(parts: tuple[int, ...], mesh: ReplicaMesh) -> int:
     # `even` is the smallest possible number of rows per process. It can be used
     # only if the processes are filled one after another, because then only the
     # last ones need padding.
-    return (
-        even
-        if parts == rows_lib.fill_in_order([even] * len(parts), rows)
-        else block
-    )
+    is_filled = parts == rows_lib.fill_in_order([even] * len(parts), rows)
+    return even if is_filled else block
 
 
 # For a sharded array, `device_put` takes three times as long on the host as

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 
 from keras_strategies.names.phases import DEVICE, PROGRAM, Phase
+from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 
 _NEVER = 1e9
@@ -78,13 +79,11 @@ def choosing_cached() -> Iterator[None]:
 
     The block compiles the program.
     """
-    outer = _thread.programs
-    with contextlib.ExitStack() as programs:
-        _thread.programs = outer or programs
-        try:
-            yield
-        finally:
-            _thread.programs = outer
+    with (
+        contextlib.ExitStack() as stack,
+        temporary_attribute(_thread, "programs", _thread.programs or stack),
+    ):
+        yield
 
 
 def keep_out_of_cache(mesh: ReplicaMesh) -> None:

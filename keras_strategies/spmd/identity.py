@@ -21,9 +21,7 @@ class IdentityMap(Generic[V]):
     """
 
     def __init__(self, items: Iterable[tuple[Any, V]] = ()) -> None:
-        self._items: dict[int, tuple[Any, V]] = {}
-        for key, value in items:
-            self[key] = value
+        self._items = {id(pair[0]): pair for pair in items}
 
     def __setitem__(self, key: object, value: V) -> None:
         self._items[id(key)] = key, value

@@ -46,20 +46,17 @@ class ReplicaMesh:
       reduce_dtype: The dtype in which gradients of replicated variables are
         sent and summed; see `ks.experimental.Replicated`. None for the dtype of
         the gradients.
-      marker: Name of an additional mesh axis of size one, which makes JAX treat
-        the mesh as different from a mesh of the same devices without it. None
-        for no such axis.
       is_abstract: Whether the devices are TPUs or GPUs that are not
         present: programs can be compiled for it but not run.
 
     Raises:
       ValueError: if `devices` is empty; if there are duplicates; if the
         number of devices is not divisible by `cores_per_replica`; if
-        `reduce_dtype` is not a float dtype; if replicas of one core should
-        share sequences; if processes have different numbers of replicas; or if
-        processes share only some of their replicas.
-      TypeError: if an entry of `devices` is not a JAX device, or
-        `context_parallel` is not a bool.
+        `reduce_dtype` is not a float dtype; if `context_parallel` is not a
+        bool, or replicas of one core should share sequences; if processes have
+        different numbers of replicas; or if processes share only some of their
+        replicas.
+      TypeError: if an entry of `devices` is not a JAX device.
 
     Example:
       ```python
@@ -76,7 +73,6 @@ class ReplicaMesh:
     context_parallel: bool = False
     shards: int | None = None
     reduce_dtype: str | None = None
-    marker: str | None = None
     is_abstract: bool = False
 
     def __post_init__(self) -> None:
@@ -107,7 +103,7 @@ class ReplicaMesh:
         ):
             raise ValueError(
                 "`shards` must divide the number of replicas. "
-                f"Received: shards={self.shards} and {self.num_replicas} "
+                f"Received: shards={self.shards} with {self.num_replicas} "
                 "replicas. Pass a divisor of the number of replicas."
             )
         check_owners(self._owners, cores)
@@ -121,8 +117,7 @@ class ReplicaMesh:
         """The JAX mesh, of shape (num_replicas,) or (num_replicas, cores).
 
         If variables are sharded within several groups of replicas, its shape is
-        (groups, replicas per group, ...). If the mesh has a `marker`, an axis
-        of size one with this name is added at the end.
+        (groups, replicas per group, ...).
         """
         axes = list(self.replica_axes)
         shape = [self.num_replicas]
@@ -133,9 +128,6 @@ class ReplicaMesh:
             leave_out_open_constraints(axes[0])
             shape.append(self.cores_per_replica)
             axes.append(self.model_axis)
-        if self.marker is not None:
-            shape.append(1)
-            axes.append(self.marker)
         return make_mesh(self.devices, axes, shape)
 
     @functools.cached_property
@@ -282,8 +274,7 @@ class ReplicaMesh:
             raise RuntimeError(
                 "This strategy can only compile programs, because its devices "
                 "are not available to this process. Received: a call that must "
-                f"run on {format_devices(self.devices[:1])} and "
-                f"{len(self.devices) - 1} other devices. To compile, call "
+                f"run on {format_devices(self.devices)}. To compile, call "
                 "`strategy.compile_step(model, batch)` or "
                 "`strategy.compile_run(fn, args)`. To run, create the strategy "
                 "without `for_topology`, on a machine with such devices."
@@ -308,9 +299,9 @@ def has_sharding(array: jax.Array, sharding: NamedSharding) -> bool:
     equivalent, but JAX compiles a program again if the class of an input's
     sharding changes.
     """
-    return type(array.sharding) is type(
-        sharding
-    ) and array.sharding.is_equivalent_to(sharding, array.ndim)
+    own = array.sharding
+    is_of_class = type(own) is type(sharding)
+    return is_of_class and own.is_equivalent_to(sharding, array.ndim)
 
 
 def copy_with_sharding(

@@ -26,9 +26,8 @@ def rows_of_replicas(
       is `rows`.
     """
     floor, extra = divmod(max(rows, batch_size), num_replicas)
-    return fill_in_order(
-        [floor + (k < extra) for k in range(num_replicas)], rows
-    )
+    limits = [floor + (k < extra) for k in range(num_replicas)]
+    return fill_in_order(limits, rows)
 
 
 def padded_rows(rows: int, num_replicas: int) -> int:
@@ -79,9 +78,8 @@ def rows_of_processes(
       num_processes: Number of processes.
     """
     share = len(counts) // num_processes
-    return tuple(
-        sum(counts[p * share : (p + 1) * share]) for p in range(num_processes)
-    )
+    starts = range(0, len(counts), share)
+    return tuple(sum(counts[k : k + share]) for k in starts)
 
 
 def fill_replicas(counts: Sequence[int], rows: int) -> tuple[int, ...]:

@@ -7,18 +7,16 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
 
 from keras_strategies._types import Array, Tree
 from keras_strategies.spmd.dispatch import dispatch
-from keras_strategies.spmd.mesh import ReplicaMesh, make_mesh
+from keras_strategies.spmd.mesh import ReplicaMesh
 
 STACKED = "stacked"
-"""Component i is entry i of the first dimension."""
+"""Component i is entry i of the first dimension. If the value has `shapes`, it
+is padded, and must be cut to the i-th of these."""
 ROWS = "rows"
 """Component i is the i-th of equally long parts of the first dimension."""
-PADDED = "padded"
-"""Like `STACKED`, but component i is padded and must be cut to its shape."""
 LOCAL = "local"
 """Inside a traced program: the array is this replica's component."""
 PARTS = "parts"
@@ -64,7 +62,7 @@ class PerReplica(DistributedValues):
       layout: The arrangement of the components in `arrays`.
       arrays: One array with all components, or one array per component.
       total: The sum of the components if it is already computed, or None.
-      shapes: The shapes of all components, if the layout is `PADDED`.
+      shapes: The shapes of all components, if these are padded in `arrays`.
 
     Example:
       >>> ids = ks.PerReplica(range(strategy.num_replicas_in_sync))
@@ -92,12 +90,10 @@ class PerReplica(DistributedValues):
           array: The array.
           layout: The arrangement of the components in it.
           total: The sum of the components, if it is already computed.
-          shapes: The components' shapes, if the layout is `PADDED`.
+          shapes: The components' shapes, if these are padded in the array.
         """
         value = cls((array,))
-        value.layout = layout
-        value.total = total
-        value.shapes = shapes
+        value.layout, value.total, value.shapes = layout, total, shapes
         return value
 
     @property
@@ -154,20 +150,8 @@ class PerReplica(DistributedValues):
         is_traced = any(isinstance(a, Tracer) for a in self.arrays)
         if is_traced or self.layout == LOCAL:
             return repr(self)
-        lines = [
-            f"  {replica}: {_format(value)}"
-            for replica, value in zip(self._ids(), self.values, strict=True)
-        ]
+        lines = [f"  {k}: {_format(v)}" for k, v in enumerate(self.values)]
         return "\n".join(["PerReplica:{", *lines, "}"])
-
-    def _ids(self) -> list[int]:
-        """Returns the replica ids of `values`."""
-        if self.layout == PARTS:
-            return list(range(len(self.arrays)))
-        shards = self._shards()
-        first, data = shards[0]
-        length = data.shape[0] or 1
-        return [first // length + k for k in range(len(shards))]
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(
@@ -238,36 +222,16 @@ jax.tree_util.register_pytree_node(
 
 
 def _copies(array: jax.Array, mesh: ReplicaMesh) -> tuple[Any, ...]:
-    if array.sharding.is_fully_replicated:
-        spec = PartitionSpec()
-    else:
-        spec = _within_replicas(array.sharding, mesh)
-        gather = jax.jit(list, out_shardings=[NamedSharding(mesh.mesh, spec)])
+    if not array.sharding.is_fully_replicated:
+        gather = jax.jit(list, out_shardings=[mesh.whole])
         (array,) = dispatch(mesh, gather, [array])
     parts = {next(iter(p.devices())): p for _, p in local_shards(array)}
     cores = mesh.cores_per_replica
     copies = []
     for replica in mesh.local_replicas:
         devices = mesh.devices[replica * cores : (replica + 1) * cores]
-        local = [parts[device] for device in devices if device in parts]
-        if any(spec):
-            # A replica's copy is one array, sharded over the cores.
-            submesh = make_mesh(devices, (mesh.model_axis,))
-            copy = jax.make_array_from_single_device_arrays(
-                array.shape, NamedSharding(submesh, spec), local
-            )
-        else:
-            copy = local[0]
-        copies.append(copy)
+        copies.append(next(parts[d] for d in devices if d in parts))
     return tuple(copies)
-
-
-def _within_replicas(
-    sharding: jax.sharding.Sharding, mesh: ReplicaMesh
-) -> PartitionSpec:
-    """Returns a sharding's partition spec, reduced to the axis of the cores."""
-    spec = getattr(sharding, "spec", ())
-    return PartitionSpec(*(a if a == mesh.model_axis else None for a in spec))
 
 
 def check_home(value: PerReplica, mesh: ReplicaMesh) -> None:
@@ -381,19 +345,12 @@ def as_reduce_op(op: object) -> ReduceOp:
       op: A `ReduceOp`, or its name (case-insensitive).
 
     Raises:
-      ValueError: if the name is unknown.
-      TypeError: if `op` is neither a `ReduceOp` nor a string.
+      ValueError: if there is no such `ReduceOp`.
     """
     if isinstance(op, ReduceOp):
         return op
-    if not isinstance(op, str):
-        raise TypeError(
-            "A reduction must be a `ReduceOp` or its name. Received: "
-            f"{op!r} of type {type(op).__name__}. Pass `ReduceOp.SUM` or "
-            "`ReduceOp.MEAN`."
-        )
     try:
-        return ReduceOp(op.upper())
+        return ReduceOp(str(op).upper())
     except ValueError:
         raise ValueError(
             f"{op!r} is not a valid ReduceOp. Pass 'SUM' or 'MEAN'."

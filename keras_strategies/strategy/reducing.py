@@ -63,7 +63,8 @@ def _reduce_one(
         # computed in floats, does not.
         if not jnp.issubdtype(value.total.dtype, jnp.integer):
             return value.total / mesh.num_replicas
-    if axis is None and value.layout == values.STACKED:
+    is_stacked = value.layout == values.STACKED and value.shapes is None
+    if axis is None and is_stacked:
         program = _compile_reduction(mesh, op)
         return dispatch(mesh, program, value.arrays[0])[0]
     axes = None if axis is None else _as_axes(axis)

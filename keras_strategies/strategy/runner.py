@@ -190,11 +190,9 @@ class Runner:
         then their true sizes. Otherwise None is returned for the sizes.
         """
         values.check_home(value, self._mesh)
-        if value.layout == values.PADDED:
-            sizes = _find_sizes(value.shapes or ())
-            return values.STACKED, value.arrays[0], sizes
         if value.layout != values.PARTS:
-            return value.layout, value.arrays[0], None
+            sizes = value.shapes and _find_sizes(value.shapes)
+            return value.layout, value.arrays[0], sizes
         parts = value.arrays
         shapes = [np.shape(part) for part in parts]
         dtypes = [str(jax.numpy.result_type(part)) for part in parts]

@@ -179,7 +179,6 @@ class Partitioner:
 
     Raises:
       TypeError: if `partitioner` is not a partitioner.
-      ValueError: if its `shards` do not divide the number of replicas.
     """
 
     def __init__(self, partitioner: PartitionerLike, mesh: ReplicaMesh) -> None:
@@ -191,15 +190,10 @@ class Partitioner:
         self.sum_dtype: str | None = None
         if isinstance(partitioner, FullySharded):
             self.sum_dtype = partitioner.reduce_dtype
-        num_replicas, own = mesh.num_replicas, mesh.replicas_per_process
-        default = own if own > 1 else num_replicas
+        own = mesh.replicas_per_process
+        default = own if own > 1 else mesh.num_replicas
+        # The mesh of the strategy checks that they divide the replicas.
         self.shards = shards or mesh.shards or default
-        if num_replicas % self.shards:
-            raise ValueError(
-                "`shards` must divide the number of replicas. "
-                f"Received: shards={self.shards} with {num_replicas} replicas. "
-                "Pass a divisor of the number of replicas."
-            )
 
     def choose_dimension(
         self,

@@ -116,8 +116,3 @@ def test_lists_of_other_classes_become_lists():
     out = mirrored(2).run(lambda: OwnList([ids(), 2]))
     assert type(out) is list
     assert out[1] == 2
-
-
-def test_a_class_that_makes_nothing_of_a_dict_is_named():
-    with pytest.raises(TypeError, match="must accept a dict"):
-        mirrored(2).run(lambda: Stubborn())

@@ -68,9 +68,9 @@ def test_num_rows_is_the_common_first_dimension(batch, expected):
 @pytest.mark.parametrize(
     ("batch", "error", "parts"),
     [
-        ((), ValueError, ["at least one array"]),
-        ((None, None), ValueError, ["at least one array"]),
-        (np.zeros((0, 3)), ValueError, ["at least one row", "(0, 3)"]),
+        ((), ValueError, ["at least one row"]),
+        ((None, None), ValueError, ["at least one row"]),
+        (np.zeros((0, 3)), ValueError, ["at least one row", "0"]),
         (np.float32(3), ValueError, ["first dimension", "rank 0", "3"]),
         (
             {"x": np.zeros(4), "t": np.array(1)},
