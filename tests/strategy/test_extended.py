@@ -8,7 +8,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
-from tests.support.per_replica import ids, make_variable, on_read
+from tests.support.per_replica import ids, make_variable
 from tests.support.plain_keras import mirrored
 
 
@@ -37,17 +37,6 @@ def test_update_refuses_copies_that_would_differ(aggregation):
             variable, lambda v, x: v.assign(x), args=(ids(strategy),)
         )
     assert_replicated(variable)
-
-
-def test_update_gives_every_copy_its_component():
-    strategy = mirrored(2)
-    variable = on_read(strategy, "sum")
-    strategy.extended.update(
-        variable, lambda v, x: v.assign(10 * x), args=(ids(strategy),)
-    )
-    copies = strategy.experimental_local_results(variable)
-    assert [float(c) for c in copies] == [0.0, 10.0]
-    assert float(variable.value) == 10.0
 
 
 def test_the_optimizer_pattern_of_tf():

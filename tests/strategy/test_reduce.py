@@ -56,59 +56,6 @@ def test_over_a_dimension_true_counts_divide(rows, axis):
     np.testing.assert_allclose(got, whole.mean(axis=axis), rtol=1e-5, atol=1e-6)
 
 
-def test_all_empty_replicas_have_no_mean():
-    strategy = mirrored(2)
-    value = per_replica(strategy, lambda i: np.zeros((0, 2), "float32"))
-    assert np.isnan(strategy.reduce("mean", value, axis=0)).all()
-    assert strategy.reduce("sum", value, axis=0).tolist() == [0.0, 0.0]
-
-
-def test_integers():
-    strategy = mirrored(2)
-    value = per_replica(strategy, lambda i: np.int32([i, 1]))
-    assert strategy.reduce("sum", value, axis=None).dtype == jnp.int32
-    mean = strategy.reduce("mean", value, axis=None)
-    assert (mean.dtype, mean.tolist()) == (jnp.float32, [0.5, 1.0])
-
-
-def test_plain_values():
-    strategy = mirrored(2)
-    assert strategy.reduce("mean", 3.0, axis=None) == 3.0
-    assert strategy.reduce("sum", 0, axis=None) == 0
-    assert strategy.reduce("mean", np.ones((2, 2)), axis=0).tolist() == [1, 1]
-    assert strategy.reduce("sum", np.ones((2, 2)), axis=0).tolist() == [4, 4]
-    with pytest.raises(ValueError, match="cannot be reduced with the given"):
-        strategy.reduce("sum", 3.0, axis=None)
-    assert mirrored(1).reduce("sum", 3.0, axis=None) == 3.0
-
-
-@pytest.mark.parametrize("axis", [1, -2, 3])
-def test_a_dimension_that_is_not_there(axis):
-    strategy = mirrored(2)
-    value = per_replica(strategy, lambda i: np.ones((2,), "float32"))
-    for op in ("sum", "mean"):
-        with pytest.raises(ValueError, match="out of bounds"):
-            strategy.reduce(op, value, axis=axis)
-
-
-def test_shapes_that_differ():
-    strategy = mirrored(2)
-    value = per_replica(strategy, lambda i: np.ones((i + 1,), "float32"))
-    with pytest.raises(ValueError, match="shapes must be equal"):
-        strategy.reduce("sum", value, axis=None)
-
-
-@pytest.mark.parametrize("op", ["max", "none", ""])
-def test_unknown_reductions(op):
-    with pytest.raises(ValueError, match="is not a valid ReduceOp"):
-        mirrored(2).reduce(op, 1.0, axis=None)
-
-
-def test_a_reduction_of_another_type():
-    with pytest.raises(TypeError, match="`ReduceOp` or its name"):
-        mirrored(2).reduce(1, 1.0, axis=0)
-
-
 @pytest.mark.parametrize(("rows", "axis"), [((4, 2), 0), ((3, 3), -1)])
 def test_gather_keeps_the_order_of_replicas(rows, axis):
     strategy = mirrored(len(rows))
@@ -134,20 +81,6 @@ def test_what_cannot_be_gathered(shape, axis, text):
     value = per_replica(strategy, lambda i: np.ones(shape(i), "float32"))
     with pytest.raises((TypeError, ValueError), match=text):
         strategy.gather(value, axis=axis)
-
-
-def test_local_results_are_a_tuple():
-    strategy = mirrored(2)
-    value = per_replica(strategy, lambda i: np.float32(i))
-    nests = strategy.experimental_local_results({"a": value, "b": 3})
-    assert [(float(n["a"]), n["b"]) for n in nests] == [(0.0, 3), (1.0, 3)]
-    assert strategy.experimental_local_results(7) == (7,)
-
-
-def test_a_value_per_replica_is_not_one_array():
-    value = per_replica(mirrored(2), lambda i: np.float32(i))
-    with pytest.raises(ValueError, match="as one array"):
-        np.asarray(value)
 
 
 def test_losses_of_the_global_batch():

@@ -76,11 +76,13 @@ def _(strategy):
 
 @row(CONTEXTS, "exactly one of cross-replica and replica context holds")
 def _(strategy):
-    def check(is_cross):
+    def check(is_cross, is_inside=True):
         assert ks.in_cross_replica_context() is is_cross
         assert (ks.get_replica_context() is None) is is_cross
+        assert ks.has_strategy() is is_inside
+        assert (ks.get_strategy() is strategy) is is_inside
 
-    check(False)
+    check(False, is_inside=False)
     with strategy.scope():
         check(True)
 
@@ -133,6 +135,7 @@ def _(strategy):
         for call in (
             lambda: other.run(lambda: 1),
             lambda: other.reduce("sum", ids(strategy), axis=None),
+            lambda: other.gather(0.0, axis=0),
             lambda: other.experimental_distribute_dataset([]),
             lambda: other.extended.call_for_each_replica(lambda: 1),
         ):
@@ -277,10 +280,9 @@ def _(strategy):
 def _(strategy):
     for op in ("sum", "SUM", "Sum", ks.ReduceOp.SUM):
         assert float(strategy.reduce(op, ids(strategy), axis=None)) == 1.0
-    with pytest.raises(ValueError, match="'MAX' is not a valid ReduceOp"):
-        strategy.reduce("MAX", ids(strategy), axis=None)
-    with pytest.raises(TypeError, match="`ReduceOp` or its name"):
-        strategy.reduce(3, ids(strategy), axis=0)
+    for op in ("MAX", "none", "", 1):
+        with pytest.raises(ValueError, match=f"{op!r} is not a valid ReduceOp"):
+            strategy.reduce(op, ids(strategy), axis=None)
     with pytest.raises(TypeError, match="axis"):
         strategy.reduce("sum", ids(strategy))
 
@@ -304,6 +306,7 @@ def _(strategy):
     assert float(strategy.reduce("mean", empty, axis=-1)) == 2.0
     nothing = parts(np.zeros(0), np.zeros(0))
     assert np.isnan(strategy.reduce("mean", nothing, axis=0))
+    assert float(strategy.reduce("sum", nothing, axis=0)) == 0.0
 
 
 @row(STRATEGY, "reduce over several axes: the product of their sizes")
@@ -314,7 +317,8 @@ def _(strategy):
 
 @row(STRATEGY, "reduce over an axis that is not there: ValueError")
 def _(strategy):
-    for value, axis in ((parts([1.0], [2.0]), 1), (ids(strategy), 0)):
+    vector = parts([1.0], [2.0])
+    for value, axis in ((vector, 1), (vector, -2), (ids(strategy), 0)):
         for op in ("sum", "mean"):
             with pytest.raises(ValueError, match="out of bounds"):
                 strategy.reduce(op, value, axis=axis)
@@ -344,6 +348,7 @@ def _(strategy):
     with pytest.raises(ValueError, match="A non-DistributedValues value"):
         strategy.reduce("sum", 3.0, axis=None)
     assert strategy.reduce("sum", 0.0, axis=None) == 0.0
+    assert mirrored(1).reduce("sum", 3.0, axis=None) == 3.0
     assert float(strategy.reduce("sum", jnp.ones(3), axis=0)) == 6.0
     assert float(strategy.reduce("mean", jnp.ones(3), axis=0)) == 1.0
 
@@ -683,10 +688,11 @@ def _(strategy):
 def _(strategy):
     variable = on_read(strategy, "sum")
     strategy.extended.update(
-        variable, lambda v, x: v.assign(x), args=(ids(strategy),)
+        variable, lambda v, x: v.assign(10 * x), args=(ids(strategy),)
     )
     local = strategy.experimental_local_results(variable)
-    assert [float(c) for c in local] == [0.0, 1.0]
+    assert [float(c) for c in local] == [0.0, 10.0]
+    assert float(variable.value) == 10.0
 
 
 @row(VARIABLES, "a value per replica is not one array outside, but is in run")
