@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 import keras_strategies as ks
+from keras_strategies.spmd.compiled import measure_memory
 
 DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "tpu.md"
 STEPS = ("train", "test", "predict", "run")
@@ -264,6 +265,7 @@ def compile_plain(topology, name, rows, policy="float32"):
         trace_seconds=0.0,
         compile_seconds=time.perf_counter() - start,
         executable=executable,
+        **measure_memory(executable),
     )
 
 
