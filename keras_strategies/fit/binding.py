@@ -43,7 +43,6 @@ from keras_strategies.fit.scope_hooks import (
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.ported_code import explaining_errors
 from keras_strategies.keras_bridge.step_context import ReplicaScope, building
-from keras_strategies.kernels.scanned_blocks import passing_blocks
 from keras_strategies.names import dry_run
 from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
@@ -360,9 +359,8 @@ class Binding:
         """
         if len(data) > 1:
             self.model._assert_compile_called("compile_step")
-            with passing_blocks(self.model, self._mesh):
-                batch = keras.utils.pack_x_y_sample_weight(*data)
-                self._build("train", data_batch=batch)
+            batch = keras.utils.pack_x_y_sample_weight(*data)
+            self._build("train", data_batch=batch)
             return
         if not scope_hooks.is_built(self.model):
             with self._building(), inferring_shapes(), keras.StatelessScope():

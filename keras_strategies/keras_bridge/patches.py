@@ -18,6 +18,23 @@ attribute's value."""
 _lock = threading.RLock()
 
 
+def replacement(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Makes a function wrap the attribute's value that it replaces.
+
+    Args:
+      function: A function of this value and of the arguments of its calls.
+    """
+
+    def wrap(original: Any) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replace(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return replace
+
+    return wrap
+
+
 class Patches:
     """Patches of classes and modules, in effect inside `with` blocks of `hold`.
 

@@ -11,9 +11,7 @@ also if it is planned without a TPU, until Keras does (docs/upstream.md).
 import contextlib
 import functools
 import inspect
-import math
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +21,7 @@ import keras
 
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge import keras_names
-from keras_strategies.keras_bridge.patches import Patches
+from keras_strategies.keras_bridge.patches import Patch, replacement
 from keras_strategies.kernels import splash_attention as splash
 from keras_strategies.kernels.attention_mask import (
     NUM_BY_POSITION,
@@ -35,18 +33,13 @@ from keras_strategies.kernels.mapped_kernels import (
     Trace,
     current_trace,
     map_attention,
-    tracing,
 )
 from keras_strategies.kernels.mask_arrays import recognize_mask
 from keras_strategies.passes.row_kinds.kernels import BY_ROWS
 from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
-from keras_strategies.tpu.chips import find_chip
 
 LAYERS = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
-
-WITHOUT_KERNEL = "ks.attention"
-"""The scope of the operations by which XLA computes attention on TPUs."""
 
 _WITHOUT_KERNELS = ("TPU v2", "TPU v3")
 _PRECISIONS = (None, "default", "bfloat16")
@@ -71,25 +64,6 @@ _thread = _Thread()
 _ARRAYS = ("query", "key", "value")
 
 
-@contextlib.contextmanager
-def attention_for(
-    mesh: ReplicaMesh, *, is_global: bool = False
-) -> Iterator[None]:
-    """Makes this thread trace for a mesh: attention, if the devices are TPUs.
-
-    Args:
-      mesh: The replicas.
-      is_global: Whether the block traces with the rows of all replicas instead
-        of one replica's.
-    """
-    is_tpu = mesh.platform == "tpu"
-    with (
-        tracing(Trace.of(mesh, is_global=is_global)),
-        _patches.hold() if is_tpu else contextlib.nullcontext(),
-    ):
-        yield
-
-
 def _find_trace() -> Trace | None:
     """Returns the trace for TPUs that this thread makes, or None."""
     trace = current_trace()
@@ -109,62 +83,40 @@ def _note_reason(reason: str) -> None:
         _thread.reasons[reason] = None
 
 
-def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def attention(*args: Any, **kwargs: Any) -> Array:
-        trace = _find_trace()
-        if trace is None:
-            return original(*args, **kwargs)
-        _thread.has_called = True
-        arguments: dict[str, Any] = {
-            name: keras.ops.convert_to_tensor(value)
-            if isinstance(value, keras.Variable) or name in _ARRAYS
-            else value
-            for name, value in signature.bind(*args, **kwargs).arguments.items()
-        }
-        query, key, mask = (arguments.get(n) for n in ("query", "key", "mask"))
-        known = None if mask is None else recognize_mask(mask, query, key)
-        reason = find_reason_against_kernel(
-            trace.mesh, is_mask_known=known is not None, **arguments
-        )
-        if reason is None:
-            return _attend(trace, known, **arguments)
-        _note_reason(reason)
-        _warn_of_scores(trace, query, key, reason)
-        with jax.named_scope(WITHOUT_KERNEL):
-            if arguments.get("attn_logits_soft_cap") is None:
-                return original(**arguments | {"flash_attention": False})
-            arguments.pop("flash_attention", None)
-            return capped_attention(**arguments)
-
-    return attention
-
-
-def _warn_of_scores(
-    trace: Trace, query: Array, key: Array, reason: str
-) -> None:
-    """Warns if XLA has to store more scores than fit into a device."""
-    chip = find_chip(trace.mesh.devices[0])
-    parts = trace.mesh.cores_per_replica
-    parts *= trace.mesh.num_replicas if trace.is_global else 1
-    scores = 4 * math.prod(query.shape[:3]) * key.shape[1] / parts
-    if query.ndim == 4 and chip is not None and scores > chip.memory_bytes:
-        warnings.warn(
-            f"Attention stores {scores / 1e9:.0f} GB of scores on each device "
-            f"({chip.memory_bytes / 1e9:.0f} GB of memory), because the kernel "
-            f"that stores none does not compute it: {reason}. Change this "
-            "(docs/tpu.md), or use fewer rows or shorter sequences.",
-            UserWarning,
-            stacklevel=2,
-        )
+@replacement
+def _compute_attention(
+    original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Array:
+    """Computes `dot_product_attention` of Keras's backend."""
+    trace = _find_trace()
+    if trace is None:
+        return original(*args, **kwargs)
+    _thread.has_called = True
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    arguments: dict[str, Any] = {
+        name: keras.ops.convert_to_tensor(value)
+        if isinstance(value, keras.Variable) or name in _ARRAYS
+        else value
+        for name, value in given.items()
+    }
+    query, key, mask = (arguments.get(n) for n in ("query", "key", "mask"))
+    known = None if mask is None else recognize_mask(mask, query, key)
+    array = None if known else mask
+    reason = find_reason_against_kernel(
+        trace.mesh, **arguments | {"mask": array}
+    )
+    if reason is None:
+        return _attend(trace, known, **arguments)
+    _note_reason(reason)
+    if arguments.get("attn_logits_soft_cap") is None:
+        return original(**arguments | {"flash_attention": False})
+    arguments.pop("flash_attention", None)
+    return capped_attention(**arguments)
 
 
 def find_reason_against_kernel(
     mesh: ReplicaMesh,
     *,
-    is_mask_known: bool = False,
     flash_attention: bool | None = None,
     **arguments: Any,
 ) -> str | None:
@@ -172,11 +124,10 @@ def find_reason_against_kernel(
 
     Args:
       mesh: The replicas.
-      is_mask_known: Whether the mask consists of limits and padding, so that
-        its array is not used.
       flash_attention: Whether the layer may use a kernel; None for Keras's
         setting.
-      **arguments: The other arguments of Keras's `dot_product_attention`.
+      **arguments: The other arguments of Keras's `dot_product_attention`,
+        without a mask that consists of limits and padding.
 
     Returns:
       The reason, such as "a bias added to the scores", or None if the kernel
@@ -195,30 +146,25 @@ def find_reason_against_kernel(
         return f"jax_default_matmul_precision={precision!r}"
     if config.jax_enable_x64:
         return "jax_enable_x64"
-    if is_mask_known:
-        arguments.pop("mask", None)
     return next(splash.find_reasons(mesh.cores_per_replica, **arguments), None)
 
 
-def _wrap_layer_attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a layer's method that computes attention with a given mask."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def compute_attention(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if _find_trace() is None:
-            return original(layer, *args, **kwargs)
-        arguments = signature.bind(layer, *args, **kwargs).arguments
-        _thread.has_called = False
-        result = original(layer, *args, **kwargs)
-        if not _thread.has_called:
-            is_usual = arguments["query"].ndim == 4
-            _note_reason(
-                "dropout or returned scores" if is_usual else "`attention_axes`"
-            )
-        return result
-
-    return compute_attention
+@replacement
+def _compute_layer_attention(
+    original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a layer's method that computes attention with a given mask."""
+    if _find_trace() is None:
+        return original(layer, *args, **kwargs)
+    given = inspect.signature(original).bind(layer, *args, **kwargs).arguments
+    _thread.has_called = False
+    result = original(layer, *args, **kwargs)
+    if not _thread.has_called:
+        is_usual = given["query"].ndim == 4
+        _note_reason(
+            "dropout or returned scores" if is_usual else "`attention_axes`"
+        )
+    return result
 
 
 def _attend(
@@ -326,24 +272,20 @@ def capped_attention(
     return jnp.einsum("bhts,bshd->bthd", shares, value)
 
 
-def _wrap_public(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `keras.ops`'s function, which refuses caps where no TPU is."""
-
-    @functools.wraps(original)
-    def attention(*args: Any, **kwargs: Any) -> Any:
-        is_capped = kwargs.get("attn_logits_soft_cap") is not None
-        if _find_trace() is None or not is_capped:
-            return original(*args, **kwargs)
-        return keras_names.NN.dot_product_attention(*args, **kwargs)
-
-    return attention
+@replacement
+def _compute_public_attention(
+    original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Calls `keras.ops`'s function, which refuses caps where no TPU is."""
+    is_capped = kwargs.get("attn_logits_soft_cap") is not None
+    if _find_trace() is None or not is_capped:
+        return original(*args, **kwargs)
+    return keras_names.NN.dot_product_attention(*args, **kwargs)
 
 
-def _find_patches() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    yield keras_names.NN, "dot_product_attention", _wrap_attention
-    yield keras.ops, "dot_product_attention", _wrap_public
+def find_attention_patches() -> Iterator[Patch]:
+    """Yields the patches by which steps for TPUs compute attention."""
+    yield keras_names.NN, "dot_product_attention", _compute_attention
+    yield keras.ops, "dot_product_attention", _compute_public_attention
     for layer in LAYERS:
-        yield layer, "_compute_attention", _wrap_layer_attention
-
-
-_patches = Patches(_find_patches)
+        yield layer, "_compute_attention", _compute_layer_attention

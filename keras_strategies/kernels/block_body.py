@@ -49,7 +49,6 @@ class BlockCalls:
     Attributes:
       blocks: The blocks.
       entering: The value that enters the first block.
-      result: The id of the symbolic tensor that leaves the last block.
     """
 
     def __init__(
@@ -60,15 +59,9 @@ class BlockCalls:
         operation_fn: Callable[[Any], Callable[..., Any]],
     ) -> None:
         self.blocks = blocks
-        self.entering = values[blocks.entering]
+        self.entering = values[blocks.tensors[0]]
         self._nodes, self._values = nodes, values
         self._operation_fn = operation_fn
-        trunks = [
-            id(nodes[id(operation)].output_tensors[index])
-            for operation, index in blocks.trunks
-        ]
-        self._tensors = [blocks.entering, *trunks]
-        self.result = trunks[-1]
 
     def compute(self, number: int, value: Array) -> Array:
         """Computes one block for an input, and returns the block's output.
@@ -78,11 +71,11 @@ class BlockCalls:
           value: The input. In the graph, it is the output of the previous
             block.
         """
-        new = {self._tensors[number]: value}
+        new = {self.blocks.tensors[number]: value}
         values = collections.ChainMap(new, self._values)
         for operation in self.blocks.segments[number]:
             compute_call(self._nodes[id(operation)], values, self._operation_fn)
-        return values[self._tensors[number + 1]]
+        return values[self.blocks.tensors[number + 1]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,15 +142,10 @@ def trace_block(
         own = [variables[i] for i in written]
         if len(inner.losses) > num_losses:
             problem = "a block adds a loss"
-        elif describe_carry(new_carry) != describe_carry(carry):
-            problem = (
-                "the output of a block, or its mask, has another shape or "
-                "dtype than the block's input"
-            )
-        elif len(own) < len(inner.written):
-            problem = "blocks write a variable that they share"
-        elif not all(map(_is_plain, own)):
-            problem = "a block writes a variable of its own"
+        elif _describe_carry(new_carry) != _describe_carry(carry):
+            problem = "a block changes the shape, dtype or mask of its input"
+        elif len(own) < len(inner.written) or not all(map(_is_plain, own)):
+            problem = "a block writes a shared or user-defined variable"
         return new_carry, [inner.get_current_value(v) for v in own]
 
     jaxpr, shapes = jax.make_jaxpr(compute, return_shape=True)(carry, values)
@@ -190,6 +178,6 @@ def _is_plain(variable: keras.Variable) -> bool:
     )
 
 
-def describe_carry(carry: Any) -> list[Any]:
+def _describe_carry(carry: Any) -> list[Any]:
     """Returns the shapes and dtypes of a value and its mask, or None."""
     return [None if x is None else (x.shape, str(x.dtype)) for x in carry]

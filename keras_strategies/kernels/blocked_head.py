@@ -6,7 +6,6 @@ and the compiler removes the logits, which nothing reads.
 """
 
 import dataclasses
-import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,12 +22,12 @@ from keras.src.backend.common.tensor_attributes import (
 from keras.src.metrics.reduction_metrics import MeanMetricWrapper
 
 from keras_strategies._types import Array, Tree
-from keras_strategies.keras_bridge.patches import Patch
+from keras_strategies.cluster.checks import check_number
+from keras_strategies.keras_bridge.patches import Patch, replacement
 from keras_strategies.kernels.equal_blocks import get_graph
 from keras_strategies.kernels.linear_cross_entropy import (
     BLOCK_SIZE,
     Options,
-    check_positive,
     compute_losses,
 )
 from keras_strategies.kernels.mapped_kernels import current_trace
@@ -85,7 +84,8 @@ def blocked_head(
             f"which ends in {type(last).__name__}. Use "
             "`ks.experimental.linear_cross_entropy` in its `compute_loss`."
         )
-    check_positive("block_size", block_size)
+    fix = "Omit it for the default."
+    check_number("`block_size`", block_size, fix, above=0)
     _block_sizes[layer] = block_size
     return layer
 
@@ -184,47 +184,47 @@ class _Head:
 def find_head_patches() -> Iterator[Patch]:
     """Yields the patches by which steps use marked layers, if there are any."""
     if _block_sizes:
-        yield keras.Layer, "__call__", _wrap_layer
-        yield keras.losses.Loss, "__call__", _wrap_loss
-        yield MeanMetricWrapper, "update_state", _wrap_accuracy
-        yield keras.Model, "compute_loss_and_updates", _wrap_model
+        yield keras.Layer, "__call__", _call_layer
+        yield keras.losses.Loss, "__call__", _call_loss
+        yield MeanMetricWrapper, "update_state", _update_accuracy
+        yield keras.Model, "compute_loss_and_updates", _compute_loss_and_updates
 
 
-def _wrap_layer(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(layer: Any, *args: Tree, **kwargs: Tree) -> Any:
-        logits = original(layer, *args, **kwargs)
-        if current_trace() is None or layer not in _block_sizes:
-            return logits
-        is_table = isinstance(layer, keras.layers.Embedding)
-        is_lookup = is_table and not kwargs.get("reverse")
-        # The layer may have been quantized since it was marked.
-        if args and not is_lookup and _has_plain_logits(layer):
-            set_tensor_attr(logits, _HEAD, _Head(layer, args[0]))
+@replacement
+def _call_layer(
+    original: Callable[..., Any], layer: Any, *args: Tree, **kwargs: Tree
+) -> Any:
+    logits = original(layer, *args, **kwargs)
+    if current_trace() is None or layer not in _block_sizes:
         return logits
+    is_table = isinstance(layer, keras.layers.Embedding)
+    is_lookup = is_table and not kwargs.get("reverse")
+    # The layer may have been quantized since it was marked.
+    if args and not is_lookup and _has_plain_logits(layer):
+        set_tensor_attr(logits, _HEAD, _Head(layer, args[0]))
+    return logits
 
-    return call
 
-
-def _wrap_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(
-        loss: Any, y_true: Tree, y_pred: Tree, sample_weight: Tree = None
-    ) -> Any:
-        head = get_tensor_attr(y_pred, _HEAD)
-        if head is None or current_trace() is None:
-            return original(loss, y_true, y_pred, sample_weight)
-        if not (config := _read_config(loss)):
-            _warn(f"The loss {type(loss).__name__!r} reads")
-            return original(loss, y_true, y_pred, sample_weight)
-        labels = jnp.asarray(y_true).astype(int).reshape(y_pred.shape[:-1])
-        # Keras 3.15 has no label smoothing.
-        losses = head.compute_losses(labels, config.get("label_smoothing", 0.0))
-        set_keras_mask(losses, get_keras_mask(y_pred))
-        loss = _Losses(loss, config["ignore_class"])
-        return original(loss, labels, losses, sample_weight)
-
-    return call
+@replacement
+def _call_loss(
+    original: Callable[..., Any],
+    loss: Any,
+    y_true: Tree,
+    y_pred: Tree,
+    sample_weight: Tree = None,
+) -> Any:
+    head = get_tensor_attr(y_pred, _HEAD)
+    if head is None or current_trace() is None:
+        return original(loss, y_true, y_pred, sample_weight)
+    if not (config := _read_config(loss)):
+        _warn(f"The loss {type(loss).__name__!r} reads")
+        return original(loss, y_true, y_pred, sample_weight)
+    labels = jnp.asarray(y_true).astype(int).reshape(y_pred.shape[:-1])
+    # Keras 3.15 has no label smoothing.
+    losses = head.compute_losses(labels, config.get("label_smoothing", 0.0))
+    set_keras_mask(losses, get_keras_mask(y_pred))
+    loss = _Losses(loss, config["ignore_class"])
+    return original(loss, labels, losses, sample_weight)
 
 
 class _Losses(keras.losses.Loss):
@@ -256,30 +256,25 @@ class _Words:
     mask: Array | None
 
 
-def _wrap_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def compute_loss_and_updates(
-        model: Any, *args: Tree, **kwargs: Tree
-    ) -> Any:
-        loss, (unscaled, y_pred, *state) = original(model, *args, **kwargs)
-        head = get_tensor_attr(y_pred, _HEAD)
-        words = None if head is None else head.words
-        if words is not None and not _has_own_steps(type(model)):
-            # Keras computes the metrics where neither the head nor its inputs
-            # can be read.
-            compiled = model._compile_metrics
-            others = (
-                [m for m in compiled.metrics if not _is_accuracy(m)]
-                if compiled is not None
-                else []
-            )
-            for metric in others:
-                _warn(f"The metric {metric.name!r} reads")
-            if not others:
-                y_pred = _Words(words, get_keras_mask(y_pred))
-        return loss, (unscaled, y_pred, *state)
-
-    return compute_loss_and_updates
+@replacement
+def _compute_loss_and_updates(
+    original: Callable[..., Any], model: Any, *args: Tree, **kwargs: Tree
+) -> Any:
+    loss, (unscaled, y_pred, *state) = original(model, *args, **kwargs)
+    head = get_tensor_attr(y_pred, _HEAD)
+    words = None if head is None else head.words
+    if words is not None and not _has_own_steps(type(model)):
+        # Keras computes the metrics where neither the head nor its inputs
+        # can be read.
+        compiled = model._compile_metrics
+        accuracy = keras.metrics.SparseCategoricalAccuracy
+        metrics = [] if compiled is None else compiled.metrics
+        others = [metric for metric in metrics if type(metric) is not accuracy]
+        for metric in others:
+            _warn(f"The metric {metric.name!r} reads")
+        if not others:
+            y_pred = _Words(words, get_keras_mask(y_pred))
+    return loss, (unscaled, y_pred, *state)
 
 
 def _has_own_steps(cls: type) -> bool:
@@ -288,25 +283,22 @@ def _has_own_steps(cls: type) -> bool:
     return any(getattr(cls, n) is not getattr(keras.Model, n) for n in names)
 
 
-def _is_accuracy(metric: Any) -> bool:
-    return type(metric) is keras.metrics.SparseCategoricalAccuracy
-
-
-def _wrap_accuracy(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def update_state(
-        metric: Any, y_true: Tree, y_pred: Tree, sample_weight: Tree = None
-    ) -> object:
-        if not isinstance(y_pred, _Words):
-            return original(metric, y_true, y_pred, sample_weight)
-        labels = jnp.reshape(y_true, y_pred.words.shape)
-        # Of two words, the first one is right where the most probable one is.
-        is_right = (y_pred.words == labels).astype("float32")
-        logits = jnp.stack([is_right, 1.0 - is_right], axis=-1)
-        set_keras_mask(logits, y_pred.mask)
-        return original(metric, jnp.zeros_like(labels), logits, sample_weight)
-
-    return update_state
+@replacement
+def _update_accuracy(
+    original: Callable[..., Any],
+    metric: Any,
+    y_true: Tree,
+    y_pred: Tree,
+    sample_weight: Tree = None,
+) -> object:
+    if not isinstance(y_pred, _Words):
+        return original(metric, y_true, y_pred, sample_weight)
+    labels = jnp.reshape(y_true, y_pred.words.shape)
+    # Of two words, the first one is right where the most probable one is.
+    is_right = (y_pred.words == labels).astype("float32")
+    logits = jnp.stack([is_right, 1.0 - is_right], axis=-1)
+    set_keras_mask(logits, y_pred.mask)
+    return original(metric, jnp.zeros_like(labels), logits, sample_weight)
 
 
 def _warn(reader: str) -> None:

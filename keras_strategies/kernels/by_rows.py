@@ -3,9 +3,8 @@
 import dataclasses
 import functools
 import inspect
-import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,7 +15,6 @@ from jax.sharding import PartitionSpec
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from keras_strategies._types import Array, Tree
-from keras_strategies.keras_bridge.patches import Patch
 from keras_strategies.kernels.mapped_kernels import (
     Trace,
     current_trace,
@@ -27,9 +25,6 @@ from keras_strategies.passes import stages
 from keras_strategies.passes.row_kinds.separate_parts import mark_part
 
 Part = TypeVar("Part")
-
-_marked: weakref.WeakSet[keras.Layer] = weakref.WeakSet()
-"""The marked layers."""
 
 _tested: Any = weakref.WeakKeyDictionary()
 """The tests of each marked layer or function that passed."""
@@ -58,17 +53,14 @@ def by_rows(part: Part) -> Part:
     is not tested.
 
     Args:
-      part: A function of arrays; a layer, whose `call` is then marked; or a
-        subclass of `keras.layers.Layer`. Functions and classes can be marked
-        with `by_rows` as a decorator. Copies of a layer that are made from its
-        config are not marked, but those of a marked class are.
+      part: A function of arrays; or a subclass of `keras.layers.Layer`, whose
+        `call` is then marked. `by_rows` can be used as a decorator.
 
     Returns:
-      The same object if `part` is a layer or class; a wrapper if it is a
-      function.
+      The same class, or a wrapper of the function.
 
     Raises:
-      TypeError: if `part` is not a function, a layer or a class of layers.
+      TypeError: if `part` is neither a function nor a class of layers.
 
     Example:
       ```python
@@ -82,47 +74,18 @@ def by_rows(part: Part) -> Part:
     References:
       docs/parity.md lists what is shown without a mark.
     """
-    is_class = inspect.isclass(part)
-    if not callable(part) or (is_class and not issubclass(part, keras.Layer)):
-        raise TypeError(
-            "`part` must be a function, a `keras.Layer` or a subclass of it. "
-            f"Received: {part!r} of type {type(part).__name__}. Pass a layer, "
-            "or a function whose first argument is an array with rows."
-        )
     marked: Any = part
-    if is_class:
+    if inspect.isclass(part) and issubclass(part, keras.Layer):
         marked.call = _mark_function(marked.call)
-    elif isinstance(part, keras.Layer):
-        _marked.add(part)
-    else:
-        marked = _mark_function(marked)
-    return marked
-
-
-def find_layer_patches() -> Iterator[Patch]:
-    """Yields the patch by which steps call marked layers, if there are any.
-
-    A method that a layer itself stores would be the same object in each trace,
-    and JAX would rematerialize it with the arrays of the first one.
-    """
-    if _marked:
-        yield keras.Layer, "__call__", _wrap_call
-
-
-def _wrap_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(layer: keras.Layer, *args: Tree, **kwargs: Tree) -> Any:
-        if current_trace() is None or layer not in _marked:
-            return original(layer, *args, **kwargs)
-        function = _mark_function(type(layer).call)
-        attributes: dict[str, Any] = layer.__dict__
-        attributes["call"] = types.MethodType(function, layer)
-        try:
-            return original(layer, *args, **kwargs)
-        finally:
-            del attributes["call"]
-
-    return call
+        return marked
+    is_layer = isinstance(part, keras.Layer)
+    if is_layer or inspect.isclass(part) or not callable(part):
+        raise TypeError(
+            "`part` must be a function or a subclass of `keras.Layer`. "
+            f"Received: {part!r} of type {type(part).__name__}. Pass a layer's "
+            "class, or a function whose first argument is an array with rows."
+        )
+    return _mark_function(marked)
 
 
 def _mark_function(function: Callable[..., Any]) -> Any:

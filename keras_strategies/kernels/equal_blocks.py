@@ -22,7 +22,7 @@ MIN_BLOCKS = 4
 _MAX_NODES = 5000
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Blocks:
     """Equal blocks of a model, such as the blocks of a transformer.
 
@@ -34,19 +34,20 @@ class Blocks:
       model: The functional model that contains the blocks: the model itself,
         or one of its layers.
       segments: The operations of each block, in the order of the graph.
-      trunks: The output of each block that the next block reads, its only
-        output that is used outside of the block. It is described by the
-        operation and the index of that operation's output.
-      entering: The id of the symbolic tensor that enters the first block.
+      tensors: The ids of the symbolic tensors between the blocks: the one that
+        enters the first block, and of each block the only one that is used
+        outside of it, which the next block reads.
       num_entries: The number of parameters of one block: the total number of
         entries of its variables.
+      reason: Why the last trace could not compute the blocks in a loop; "" if
+        it did, and None if there was none.
     """
 
     model: keras.Model
     segments: Sequence[Sequence[Any]]
-    trunks: Sequence[tuple[Any, int]]
-    entering: int
+    tensors: Sequence[int]
     num_entries: int
+    reason: str | None = None
 
     @property
     def layers(self) -> list[keras.layers.Layer] | None:
@@ -57,29 +58,13 @@ class Blocks:
         is_of_layers = all(isinstance(x, keras.layers.Layer) for x in parts)
         return parts if is_of_layers else None
 
+    @property
+    def size(self) -> int:
+        """The number of parameters of all blocks."""
+        return len(self) * self.num_entries
+
     def __len__(self) -> int:
         return len(self.segments)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Node:
-    """A call of an operation in a model's graph.
-
-    Attributes:
-      operation: The operation.
-      inputs: The ids of its input tensors.
-      outputs: The ids of its output tensors.
-      kind: The signature of the call (see `call_signature`).
-    """
-
-    operation: Any
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    kind: Any
-
-
-_Trunk = tuple[int, int, int]
-"""The position of a call, the index of an output, and that tensor's id."""
 
 
 def find_blocks(model: keras.Model) -> Blocks | None:
@@ -93,9 +78,7 @@ def find_blocks(model: keras.Model) -> Blocks | None:
       repeated.
     """
     return max(
-        find_all_blocks(model),
-        key=lambda b: len(b) * b.num_entries,
-        default=None,
+        find_all_blocks(model), key=lambda blocks: blocks.size, default=None
     )
 
 
@@ -114,17 +97,13 @@ def iter_functional_parts(model: keras.Model) -> Iterator[keras.Model]:
 
     Models that override `call`, and models inside other layers, are left out.
     """
-    if not model.built or not _has_graph(model) or _has_own_call(model):
+    has_graph = hasattr(get_graph(model), "_nodes_by_depth")
+    if not model.built or not has_graph or not is_of_keras(type(model).call):
         return
     yield model
     for layer in model.layers:
         if isinstance(layer, keras.Model):
             yield from iter_functional_parts(layer)
-
-
-def _has_own_call(model: keras.Model) -> bool:
-    """Returns whether a functional or sequential model overrides `call`."""
-    return not is_of_keras(type(model).call)
 
 
 def get_graph(model: keras.Model) -> Any:
@@ -136,54 +115,28 @@ def get_graph(model: keras.Model) -> Any:
     return getattr(model, "_functional", None) or model
 
 
-def _has_graph(model: keras.Model) -> bool:
-    return hasattr(get_graph(model), "_nodes_by_depth")
-
-
 def find_equal_blocks(model: keras.Model) -> list[Blocks]:
     """Finds runs of equal blocks in a model's graph, the largest first.
 
     No two runs have a call in common.
     """
-    nodes = list(_iter_nodes(model))
-    found: list[Blocks] = []
-    used: list[range] = []
-    if MIN_BLOCKS <= len(nodes) <= _MAX_NODES:
-        while largest := _find_largest(model, nodes, used):
-            found.append(largest[0])
-            used.append(largest[1])
-    return found
-
-
-def _find_largest(
-    model: keras.Model, nodes: Sequence[_Node], used: Sequence[range]
-) -> tuple[Blocks, range] | None:
-    """Returns the largest run of blocks among calls that are not taken.
-
-    Args:
-      model: The model.
-      nodes: The model's calls, in order.
-      used: The positions of calls that belong to other runs.
-
-    Returns:
-      The blocks and the positions of their calls, or None.
-    """
-    best: tuple[Blocks, range] | None = None
-    largest = 0
-    for start, length, count in _find_repetitions(
-        [node.kind for node in nodes]
-    ):
-        stop = start + length * count
-        if any(start < r.stop and r.start < stop for r in used):
-            continue
-        segments = [
-            range(first, first + length) for first in range(start, stop, length)
-        ]
+    nodes = list(iter_calls(get_graph(model)))
+    if not MIN_BLOCKS <= len(nodes) <= _MAX_NODES:
+        return []
+    runs: list[tuple[range, Blocks]] = []
+    kinds = list(map(call_signature, nodes))
+    for start, length, count in _find_repetitions(kinds):
+        run = range(start, start + length * count)
+        segments = [run[i : i + length] for i in range(0, len(run), length)]
         blocks = _make_blocks(model, nodes, segments)
-        size = 0 if blocks is None else len(blocks) * blocks.num_entries
-        if blocks is not None and size > largest:
-            best, largest = (blocks, range(start, stop)), size
-    return best
+        if blocks is not None and blocks.size:
+            runs.append((run, blocks))
+    found, used = [], set[int]()
+    for run, blocks in sorted(runs, key=lambda run: -run[1].size):
+        if used.isdisjoint(run):
+            found.append(blocks)
+            used.update(run)
+    return found
 
 
 def iter_calls(graph: Any) -> Iterator[Any]:
@@ -193,17 +146,6 @@ def iter_calls(graph: Any) -> Iterator[Any]:
         for node in by_depth[depth]:
             if not node.is_input:
                 yield node
-
-
-def _iter_nodes(model: keras.Model) -> Iterator[_Node]:
-    """Yields a model's calls in topological order."""
-    for node in iter_calls(get_graph(model)):
-        yield _Node(
-            node.operation,
-            tuple(map(id, node.input_tensors)),
-            tuple(map(id, node.output_tensors)),
-            call_signature(node),
-        )
 
 
 def _find_repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
@@ -230,7 +172,7 @@ def _find_repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
 
 
 def _make_blocks(
-    model: keras.Model, nodes: Sequence[_Node], segments: Sequence[range]
+    model: keras.Model, nodes: Sequence[Any], segments: Sequence[range]
 ) -> Blocks | None:
     """Returns repeated parts of a graph as blocks; None if they form no chain.
 
@@ -239,17 +181,14 @@ def _make_blocks(
       nodes: The model's calls, in order.
       segments: For each repetition, the positions of its calls in `nodes`.
     """
-    trunks = _find_trunks(model, nodes, segments)
-    if trunks is None:
+    leaving = _find_leaving(model, nodes, segments)
+    if leaving is None:
         return None
-    entering = _find_entering(nodes, segments[0], trunks[0])
-    if entering is None or not _have_equal_wiring(
-        nodes, segments, [entering, *(tensor for _, _, tensor in trunks)]
-    ):
-        return None
+    entering = _find_entering(nodes, segments[0], leaving[0])
     operations = [[nodes[i].operation for i in segment] for segment in segments]
     calls = collections.Counter(id(node.operation) for node in nodes)
-    if any(calls[id(x)] > 1 for segment in operations for x in segment):
+    is_shared = any(calls[id(x)] > 1 for part in operations for x in part)
+    if entering is None or is_shared:
         return None
     variables = {
         id(v): v for x in operations[0] for v in getattr(x, "variables", ())
@@ -257,86 +196,53 @@ def _make_blocks(
     return Blocks(
         model=model,
         segments=operations,
-        trunks=[(nodes[i].operation, k) for i, k, _ in trunks],
-        entering=entering,
+        tensors=[entering, *leaving],
         num_entries=sum(math.prod(v.shape) for v in variables.values()),
     )
 
 
-def _find_trunks(
-    model: keras.Model, nodes: Sequence[_Node], segments: Sequence[range]
-) -> list[_Trunk] | None:
-    """Returns each block's only output that is read outside of the block.
+def _find_leaving(
+    model: keras.Model, nodes: Sequence[Any], segments: Sequence[range]
+) -> list[int] | None:
+    """Returns each block's only tensor that is read outside of the block.
 
-    Returns None if a block does not have exactly one such output (its trunk),
-    or if calls after the next block also read it.
+    Returns None if a block does not have exactly one such tensor, or if calls
+    after the next block also read it.
     """
-    last_reads = {t: i for i, node in enumerate(nodes) for t in node.inputs}
+    last_reads = {
+        id(tensor): i
+        for i, node in enumerate(nodes)
+        for tensor in node.input_tensors
+    }
     last_reads |= {id(tensor): len(nodes) for tensor in model.outputs}
-    trunks: list[_Trunk] = []
+    found: list[int] = []
     for segment in segments:
         leaving = [
-            (i, k, tensor)
+            id(tensor)
             for i in segment
-            for k, tensor in enumerate(nodes[i].outputs)
-            if last_reads.get(tensor, -1) >= segment.stop
+            for tensor in nodes[i].output_tensors
+            if last_reads.get(id(tensor), -1) >= segment.stop
         ]
         if len(leaving) != 1:
             return None
-        trunks += leaving
-    follow = all(
-        last_reads[tensor] < following.stop
-        for (_, _, tensor), following in zip(trunks, segments[1:], strict=False)
-    )
-    return trunks if follow else None
-
-
-def _have_equal_wiring(
-    nodes: Sequence[_Node],
-    segments: Sequence[range],
-    entering: Sequence[int],
-) -> bool:
-    """Returns whether the calls in all blocks have equivalent inputs.
-
-    Args:
-      nodes: The model's calls, in order.
-      segments: For each block, the positions of its calls.
-      entering: For each block, the tensor that enters it.
-    """
-    pairs = zip(segments, entering, strict=False)
-    return len({_describe_wiring(nodes, *pair) for pair in pairs}) == 1
+        found += leaving
+    pairs = zip(found, segments[1:], strict=False)
+    is_chain = all(last_reads[tensor] < after.stop for tensor, after in pairs)
+    return found if is_chain else None
 
 
 def _find_entering(
-    nodes: Sequence[_Node], segment: range, trunk: _Trunk
+    nodes: Sequence[Any], segment: range, leaving: int
 ) -> int | None:
     """Returns the tensor from which the first of the equal blocks starts.
 
     The first block reads this tensor at the position where the second block
-    reads the trunk (the output) of the first block.
+    reads the tensor that leaves the first block.
     """
     shift = segment.stop - segment.start
     for i in segment:
-        pairs = zip(nodes[i].inputs, nodes[i + shift].inputs, strict=False)
-        for tensor, next_tensor in pairs:
-            if next_tensor == trunk[2]:
-                return tensor
+        inputs = nodes[i].input_tensors, nodes[i + shift].input_tensors
+        for tensor, next_tensor in zip(*inputs, strict=False):
+            if id(next_tensor) == leaving:
+                return id(tensor)
     return None
-
-
-def _describe_wiring(
-    nodes: Sequence[_Node], segment: range, entering: int
-) -> tuple[Any, ...]:
-    """Returns, for each call in a block, where its inputs come from."""
-    sources = {
-        tensor: (i - segment.start, k)
-        for i in segment
-        for k, tensor in enumerate(nodes[i].outputs)
-    }
-
-    def source(tensor: int) -> object:
-        if tensor == entering:
-            return "trunk"
-        return sources.get(tensor, tensor)
-
-    return tuple(tuple(map(source, nodes[i].inputs)) for i in segment)

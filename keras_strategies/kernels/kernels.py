@@ -9,6 +9,7 @@ which may be CPUs, or GPUs that are not present.
 import contextlib
 import functools
 import importlib
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -21,22 +22,22 @@ from keras.src.backend.common.tensor_attributes import set_tensor_attr
 from keras_strategies._types import Array
 from keras_strategies.gpu.topology_devices import CUDNN, has_gpus, is_absent_gpu
 from keras_strategies.keras_bridge import keras_names
-from keras_strategies.keras_bridge.patches import Patches
-from keras_strategies.kernels.attention import attention_for
+from keras_strategies.keras_bridge.patches import Patch, Patches, replacement
+from keras_strategies.kernels.attention import find_attention_patches
 from keras_strategies.kernels.blocked_head import find_head_patches
-from keras_strategies.kernels.by_rows import find_layer_patches
 from keras_strategies.kernels.mapped_kernels import (
     Trace,
     current_trace,
     map_attention,
+    thread,
 )
 from keras_strategies.kernels.mask_arrays import recognize_mask
 from keras_strategies.kernels.mask_values import SOURCE
+from keras_strategies.kernels.scanned_blocks import find_block_patches
 from keras_strategies.passes.row_kinds.kernels import BY_ROWS
+from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 
-_PLATFORM_TESTS = {"running_on_tpu": "tpu", "running_on_gpu": "gpu"}
-"""Functions by which layers of keras-hub choose their attention."""
 _WIDE = ("rbg", "unsafe_rbg")
 """Random generators of JAX whose keys have four numbers."""
 
@@ -52,7 +53,8 @@ def kernels_for(
       is_global: Whether the block traces with the rows of all replicas instead
         of one replica's.
     """
-    with _patches.hold(), attention_for(mesh, is_global=is_global):
+    trace = Trace(mesh=mesh, is_global=is_global and mesh.num_replicas > 1)
+    with _patches.hold(), temporary_attribute(thread, "trace", trace):
         yield
 
 
@@ -67,55 +69,57 @@ class _Jax:
         return jax.devices(*args) if trace is None else [*trace.mesh.devices]
 
 
-def _wrap_platform_test(
-    original: Callable[[], bool], *, platform: str
-) -> Callable[[], bool]:
-    """Wraps a function that returns whether devices are of a platform."""
-
-    @functools.wraps(original)
-    def is_on_platform() -> bool:
-        trace = current_trace()
-        return original() if trace is None else trace.mesh.platform == platform
-
-    return is_on_platform
+@replacement
+def _is_on_tpu(original: Callable[[], bool]) -> bool:
+    trace = current_trace()
+    return original() if trace is None else trace.mesh.platform == "tpu"
 
 
-def _wrap_version(original: Callable[[], int]) -> Callable[[], int]:
-    """Wraps a function that returns cuDNN's version, such as 91000."""
-
-    @functools.wraps(original)
-    def check_cudnn_version() -> int:
-        trace = current_trace()
-        if trace is not None and trace.mesh.platform != "gpu":
-            raise RuntimeError(
-                "cuDNN's attention must be computed on GPUs. Received: a step "
-                f"for devices of the platform {trace.mesh.platform!r}. Omit "
-                "`flash_attention=True`."
-            )
-        if not _is_for_absent_gpus():
-            return original()
-        major, minor, patch = CUDNN
-        return 10_000 * major + 100 * minor + patch
-
-    return check_cudnn_version
+@replacement
+def _is_on_gpu(original: Callable[[], bool]) -> bool:
+    trace = current_trace()
+    return original() if trace is None else trace.mesh.platform == "gpu"
 
 
-def _wrap_capability(
-    original: Callable[[str], bool], *, is_equal: bool = False
-) -> Callable[[str], bool]:
-    """Wraps a comparison of the compute capability with one such as "8.0"."""
+_PLATFORM_TESTS = {"running_on_tpu": _is_on_tpu, "running_on_gpu": _is_on_gpu}
+"""Functions by which layers of keras-hub choose their attention."""
 
-    @functools.wraps(original)
-    def check_compute_capability(capability: str) -> bool:
-        trace = current_trace()
-        if trace is None:
-            return original(capability)
-        device: Any = trace.mesh.devices[0]
-        found = _parse(getattr(device, "compute_capability", ""))
-        wanted = _parse(capability)
-        return found == wanted if is_equal else found >= wanted
 
-    return check_compute_capability
+@replacement
+def _check_cudnn_version(original: Callable[[], int]) -> int:
+    """Returns cuDNN's version, such as 91000."""
+    trace = current_trace()
+    if trace is not None and trace.mesh.platform != "gpu":
+        raise RuntimeError(
+            "cuDNN's attention must be computed on GPUs. Received: a step "
+            f"for devices of the platform {trace.mesh.platform!r}. Omit "
+            "`flash_attention=True`."
+        )
+    if not _is_for_absent_gpus():
+        return original()
+    major, minor, patch = CUDNN
+    return 10_000 * major + 100 * minor + patch
+
+
+def _compare_capability(
+    compare: Callable[[Any, Any], bool],
+    original: Callable[[str], bool],
+    capability: str,
+) -> bool:
+    """Compares the compute capability with one such as "8.0"."""
+    trace = current_trace()
+    if trace is None:
+        return original(capability)
+    device: Any = trace.mesh.devices[0]
+    found = _parse(getattr(device, "compute_capability", ""))
+    return compare(found, _parse(capability))
+
+
+_COMPARISONS = {
+    "check_compute_capability": operator.ge,
+    "is_cuda_compute_capability_equal": operator.eq,
+}
+"""Functions of JAX that compare the compute capability."""
 
 
 def _parse(capability: str) -> tuple[int, ...]:
@@ -129,32 +133,28 @@ def _is_for_absent_gpus() -> bool:
     return trace is not None and is_absent_gpu(trace.mesh.devices[0])
 
 
-def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `jax.nn.dot_product_attention`, to map cuDNN's over the cores."""
-
-    @functools.wraps(original)
-    def dot_product_attention(
-        query: Array,
-        key: Array,
-        value: Array,
-        bias: Array | None = None,
-        mask: Array | None = None,
-        **options: Any,
-    ) -> Any:
-        trace = current_trace()
-        is_cudnn = options.get("implementation") == "cudnn"
-        if trace is not None and is_cudnn and mask is not None:
-            mask, options = _simplify_mask(query, key, mask, options)
-        attend = functools.partial(original, **options)
-        is_mapped = trace is not None and (trace.model or trace.rows)
-        is_usual = jnp.ndim(query) == 4 and set(options) <= _OPTIONS
-        if not is_mapped or not is_cudnn:
-            return attend(query, key, value, bias, mask)
-        if trace is None or not is_usual:
-            return attend(query, key, value, bias, mask)
-        return _map_attention(trace, attend, query, key, value, bias, mask)
-
-    return dot_product_attention
+@replacement
+def _attend(
+    original: Callable[..., Any],
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    **options: Any,
+) -> Any:
+    """Computes `jax.nn.dot_product_attention`, by cuDNN's mapped over cores."""
+    trace = current_trace()
+    is_cudnn = options.get("implementation") == "cudnn"
+    if trace is not None and is_cudnn and mask is not None:
+        mask, options = _simplify_mask(query, key, mask, options)
+    attend = functools.partial(original, **options)
+    is_usual = jnp.ndim(query) == 4 and set(options) <= _OPTIONS
+    if trace is None or not (trace.model or trace.rows):
+        return attend(query, key, value, bias, mask)
+    if not is_cudnn or not is_usual:
+        return attend(query, key, value, bias, mask)
+    return _map_attention(trace, attend, query, key, value, bias, mask)
 
 
 _OPTIONS = {"scale", "is_causal", "implementation"}
@@ -201,149 +201,114 @@ def _map_attention(
     return jax.jit(call)(query, key, value, *others)
 
 
-def _wrap_lstm(original: Any) -> Callable[..., Any]:
-    """Wraps JAX's LSTM, for which Keras computes a loop if it raises an error.
+@replacement
+def _compute_lstm(original: Any, x: Array, *args: Any, **kwargs: Any) -> Any:
+    """Computes JAX's LSTM, for which Keras computes a loop if it raises.
 
     cuDNN's kernel is called for float32 only: JAX (0.10.2) cannot lower it for
     bfloat16 and float16, and passes it float64 as float32. XLA cannot partition
     the kernel, so each device would compute all rows of a global batch.
     """
-
-    @functools.wraps(original)
-    def lstm(x: Array, *args: Any, **kwargs: Any) -> Any:
-        trace = current_trace()
-        if trace is not None:
-            dtypes = {str(jnp.result_type(a)) for a in (x, *args[:3])}
-            if dtypes != {"float32"} or trace.is_global:
-                raise NotImplementedError(
-                    "cuDNN's LSTM must be called with float32 arrays of one "
-                    f"replica's rows. Received: arrays of {sorted(dtypes)}"
-                    f"{' of all rows' if trace.is_global else ''}. Use "
-                    "`keras.layers.LSTM`, which computes a loop instead."
-                )
-        return original(x, *args, **kwargs)
-
-    return lstm
+    trace = current_trace()
+    if trace is not None:
+        dtypes = {str(jnp.result_type(a)) for a in (x, *args[:3])}
+        if dtypes != {"float32"} or trace.is_global:
+            raise NotImplementedError(
+                "cuDNN's LSTM must be called with float32 arrays of one "
+                f"replica's rows. Received: arrays of {sorted(dtypes)}"
+                f"{' of all rows' if trace.is_global else ''}. Use "
+                "`keras.layers.LSTM`, which computes a loop instead."
+            )
+    return original(x, *args, **kwargs)
 
 
-def _wrap_sizes(
-    original: Callable[..., tuple[int, int]],
-) -> Callable[..., tuple[int, int]]:
-    """Wraps a question to cuDNN: the bytes that an LSTM needs.
+@replacement
+def _compute_sizes(
+    original: Callable[..., tuple[int, int]], *args: Any
+) -> tuple[int, int]:
+    """Asks cuDNN for the bytes that an LSTM needs.
 
     Without GPUs, the workspace and the space that is kept for the gradient are
-    estimated. JAX caches the answers, so a process with GPUs must not estimate
+    estimated: four gates and two states in float32 for each entry of the
+    output. JAX caches the answers, so a process with GPUs must not estimate
     them for absent GPUs: its own programs would get the estimate, too.
     """
-
-    def compute_sizes(*args: Any) -> tuple[int, int]:
-        if not _is_for_absent_gpus() or has_gpus():
-            return original(*args)
-        return _estimate_sizes(*args)
-
-    return compute_sizes
+    if not _is_for_absent_gpus() or has_gpus():
+        return original(*args)
+    _, width, layers, rows, length, _, is_bidirectional, *_ = args
+    entries = layers * (1 + is_bidirectional) * rows * length * width
+    return 4 * 6 * entries, 4 * 6 * entries
 
 
-def _estimate_sizes(
-    input_size: int,
-    hidden_size: int,
-    num_layers: int,
-    batch_size: int,
-    length: int,
-    dropout: float,
-    bidirectional: bool,
-    *others: bool,
-) -> tuple[int, int]:
-    """Returns the bytes of six float32 numbers for each entry of the output.
-
-    The numbers are those of four gates and two states.
-    """
-    directions = num_layers * (2 if bidirectional else 1)
-    size = 4 * 6 * directions * batch_size * length * hidden_size
-    return size, size
-
-
-def _wrap_seeds(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wraps the function by which Keras draws the seeds of random numbers.
+@replacement
+def _draw_seed(original: Callable[[Any], Any], seed: Any) -> Any:
+    """Draws the seed of random numbers in Keras.
 
     Keras's seeds are two numbers, the keys of JAX's other generators four.
     """
-
-    @functools.wraps(original)
-    def draw_seed(seed: Any) -> Any:
-        config: Any = jax.config
-        drawn = original(seed)
-        if config.jax_default_prng_impl not in _WIDE or drawn.shape != (2,):
-            return drawn
-        return jax.random.wrap_key_data(jnp.tile(drawn, 2).astype("uint32"))
-
-    return draw_seed
+    config: Any = jax.config
+    drawn = original(seed)
+    if config.jax_default_prng_impl not in _WIDE or drawn.shape != (2,):
+        return drawn
+    return jax.random.wrap_key_data(jnp.tile(drawn, 2).astype("uint32"))
 
 
-def _wrap_remat(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the function by which Keras rematerializes layers.
+@replacement
+def _remat(
+    original: Callable[..., Any], fn: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Rematerializes a layer's function, as Keras does.
 
     Keras 3.15 makes arrays of all arguments, such as `training`, which layers
     (those of keras-hub with dropout) then cannot use as conditions.
     """
 
-    @functools.wraps(original)
-    def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(fn)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            leaves, structure = jax.tree.flatten((args, kwargs))
-            places = [k for k, x in enumerate(leaves) if hasattr(x, "dtype")]
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        places = [k for k, x in enumerate(leaves) if hasattr(x, "dtype")]
 
-            def compute(*arrays: Any) -> Any:
-                given = dict(enumerate(leaves))
-                for k, array in zip(places, arrays, strict=True):
-                    set_tensor_attr(array, SOURCE, leaves[k])
-                    given[k] = array
-                args, kwargs = jax.tree.unflatten(structure, given.values())
-                return fn(*args, **kwargs)
+        def compute(*arrays: Any) -> Any:
+            given = dict(enumerate(leaves))
+            for k, array in zip(places, arrays, strict=True):
+                set_tensor_attr(array, SOURCE, leaves[k])
+                given[k] = array
+            args, kwargs = jax.tree.unflatten(structure, given.values())
+            return fn(*args, **kwargs)
 
-            return original(compute)(*(leaves[k] for k in places))
+        return original(compute)(*(leaves[k] for k in places))
 
-        return call
-
-    return remat
+    return call
 
 
-def _find_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+def _find_patches() -> Iterator[Patch]:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
     from jax.experimental import rnn
     from jaxlib import gpu_rnn
 
     yield keras_names.NN, "jax", lambda original: _Jax()
-    yield cudnn, "check_cudnn_version", _wrap_version
-    yield cudnn, "check_compute_capability", _wrap_capability
-    is_equal = functools.partial(_wrap_capability, is_equal=True)
-    yield cudnn, "is_cuda_compute_capability_equal", is_equal
-    yield jax.nn, "dot_product_attention", _wrap_attention
-    is_on_gpu = functools.partial(_wrap_platform_test, platform="gpu")
+    yield cudnn, "check_cudnn_version", _check_cudnn_version
+    for name, compare in _COMPARISONS.items():
+        function = functools.partial(_compare_capability, compare)
+        yield cudnn, name, replacement(function)
+    yield jax.nn, "dot_product_attention", _attend
     keras_rnn = importlib.import_module("keras.src.backend.jax.rnn")
-    yield keras_rnn, "_is_gpu_available", is_on_gpu
-    yield rnn, "lstm", _wrap_lstm
+    yield keras_rnn, "_is_gpu_available", _is_on_gpu
+    yield rnn, "lstm", _compute_lstm
     keras_random = importlib.import_module("keras.src.backend.jax.random")
-    yield keras_random, "jax_draw_seed", _wrap_seeds
-    yield keras_names.CORE, "remat", _wrap_remat
+    yield keras_random, "jax_draw_seed", _draw_seed
+    yield keras_names.CORE, "remat", _remat
     sizes = "compute_rnn_workspace_reserve_space_sizes"
-    yield gpu_rnn, sizes, _wrap_sizes
-    yield from find_layer_patches()
+    yield gpu_rnn, sizes, _compute_sizes
+    yield from find_attention_patches()
+    yield from find_block_patches()
     yield from find_head_patches()
-    if "keras_hub" not in sys.modules:
-        return
-    for name, module in list(sys.modules.items()):
-        if name.startswith("keras_hub."):
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("keras_hub."):
             for test in _PLATFORM_TESTS.keys() & vars(module).keys():
-                platform = _PLATFORM_TESTS[test]
-                yield (
-                    module,
-                    test,
-                    functools.partial(_wrap_platform_test, platform=platform),
-                )
+                yield module, test, _PLATFORM_TESTS[test]
 
 
 _patches = Patches(_find_patches)
 patched = _patches.hold
-"""Installs the patches; outside of traces, only `_wrap_remat` acts."""
+"""Installs the patches; outside of traces, only `_remat` acts."""

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from keras_strategies._types import Array
+from keras_strategies.cluster.checks import check_number
 from keras_strategies.passes.specs import join_blocks, split_blocks
 
 BLOCK_SIZE = 8_192
@@ -101,8 +102,9 @@ def linear_cross_entropy(
             "`label_smoothing` must be from 0 to 1. Received: "
             f"label_smoothing={label_smoothing}. Omit it for plain labels."
         )
-    check_positive("soft_cap", soft_cap)
-    check_positive("block_size", block_size)
+    fix = "Omit it for the default."
+    check_number("`soft_cap`", soft_cap, fix, above=0, is_whole=False)
+    check_number("`block_size`", block_size, fix, above=0)
     labels = labels.astype(int)
     if ignore_label is not None:
         labels = jnp.where(labels == ignore_label, -1, labels)
@@ -110,15 +112,6 @@ def linear_cross_entropy(
         int(not words_first), soft_cap, label_smoothing, block_size
     )
     return compute_losses(hidden, kernel, bias, labels, options)[0]
-
-
-def check_positive(name: str, number: float | None) -> None:
-    """Raises a ValueError if an argument is zero or negative."""
-    if number is not None and not number > 0:
-        raise ValueError(
-            f"`{name}` must be positive. Received: {name}={number}. Omit it "
-            "for the default."
-        )
 
 
 def compute_losses(

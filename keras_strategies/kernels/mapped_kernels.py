@@ -1,6 +1,5 @@
 """Kernels mapped over the cores of replicas, as XLA cannot partition them."""
 
-import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ from keras_strategies.kernels.splash_attention import (
     pad_rows,
 )
 from keras_strategies.passes.specs import Axis
-from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import core_map
 
@@ -32,17 +30,6 @@ class Trace:
 
     mesh: ReplicaMesh
     is_global: bool
-
-    @classmethod
-    def of(cls, mesh: ReplicaMesh, *, is_global: bool) -> "Trace":
-        """Returns the trace of a step.
-
-        Args:
-          mesh: The replicas.
-          is_global: Whether the step is traced with the rows of all replicas
-            instead of one replica's.
-        """
-        return cls(mesh=mesh, is_global=is_global and mesh.num_replicas > 1)
 
     @property
     def rows(self) -> Axis | None:
@@ -66,17 +53,12 @@ class _Thread(threading.local):
     trace: Trace | None = None
 
 
-_thread = _Thread()
+thread = _Thread()
 
 
 def current_trace() -> Trace | None:
     """Returns the trace of the step that this thread makes, or None."""
-    return _thread.trace
-
-
-def tracing(trace: Trace) -> contextlib.AbstractContextManager[None]:
-    """Makes a trace the current one of this thread while a block runs."""
-    return temporary_attribute(_thread, "trace", trace)
+    return thread.trace
 
 
 def map_attention(

@@ -7,10 +7,7 @@ calls are the body of a loop over all blocks, whose variables' values are
 stacked. Otherwise the blocks are computed one by one.
 """
 
-import contextlib
-import functools
 import itertools
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,13 +21,12 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.ops.function import Function
 
 from keras_strategies._types import Array, Tree
-from keras_strategies.keras_bridge.patches import Patches
+from keras_strategies.keras_bridge.patches import Patch, replacement
 from keras_strategies.keras_bridge.step_context import current_step
 from keras_strategies.kernels.block_body import (
     BlockCalls,
     TracedBlock,
     compute_call,
-    describe_carry,
     trace_block,
 )
 from keras_strategies.kernels.equal_blocks import (
@@ -41,15 +37,13 @@ from keras_strategies.kernels.equal_blocks import (
     iter_calls,
     iter_functional_parts,
 )
-from keras_strategies.passes.replay import separate_trace
+from keras_strategies.kernels.mapped_kernels import current_trace
 from keras_strategies.passes.specs import stack_values
 from keras_strategies.passes.traces import is_tracing
 from keras_strategies.passes.value_numbers import compute_same
-from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 
 _MARK = "_ks_scans_blocks"
-_REASONS = "_ks_reasons_against_scans"
 _RUNS = "_ks_runs_of_blocks"
 _PLATFORMS = ("tpu",)
 _MIN_BLOCKS = 8
@@ -112,40 +106,7 @@ def scan_blocks(model: keras.Model, is_scanned: bool = True) -> list[list[str]]:
         graph = get_graph(blocks.model)
         vars(graph)[_MARK] = is_scanned
         vars(graph).pop(_RUNS, None)
-    return [[op.name for op, _ in blocks.trunks] for blocks in runs]
-
-
-@contextlib.contextmanager
-def scanning_blocks(mesh: ReplicaMesh) -> Iterator[None]:
-    """Computes equal blocks in loops while the block, which traces, runs."""
-    with (
-        _patches.hold(),
-        temporary_attribute(_thread, "mesh", mesh),
-        temporary_attribute(_thread, "is_passing", False),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def passing_blocks(model: keras.Model, mesh: ReplicaMesh) -> Iterator[None]:
-    """Computes one of a model's equal blocks only, while a trace runs.
-
-    It stands for the others, so all shapes in the trace are right, but values
-    are not: the block must not read data, because user code may compute it. JAX
-    reuses no trace of the block elsewhere. Blocks whose variables do not exist
-    yet are all computed, and so are all blocks in jobs of several processes, in
-    which JAX cannot create arrays in a separate trace.
-    """
-    parts = map(get_graph, iter_functional_parts(model))
-    if jax.process_count() > 1 or not any(_find_runs(g, mesh) for g in parts):
-        yield
-        return
-    with (
-        scanning_blocks(mesh),
-        separate_trace("ks.passing"),
-        temporary_attribute(_thread, "is_passing", True),
-    ):
-        yield
+    return [[block[-1].name for block in run.segments] for run in runs]
 
 
 def find_columns(
@@ -163,36 +124,32 @@ def find_columns(
     return columns
 
 
-class _Thread(threading.local):
-    mesh: ReplicaMesh | None = None
-    is_passing = False
+def find_block_patches() -> Iterator[Patch]:
+    """Yields the patch by which steps compute equal blocks in loops."""
+    yield Function, "_run_through_graph", _run_through_graph
 
 
-_thread = _Thread()
-
-
-def _return_operation(operation: Any) -> Any:
-    return operation
-
-
-def _wrap_graph(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def run_graph(graph: Any, inputs: Tree, *args: Any, **kwargs: Any) -> Tree:
-        mesh, given = _thread.mesh, tree.flatten(inputs)
-        is_symbolic = any(isinstance(x, keras.KerasTensor) for x in given)
-        is_step = is_tracing() and get_stateless_scope() is not None
-        runs = []
-        if mesh is not None and is_step and not is_symbolic:
-            runs = _find_runs(graph, mesh)
-            if not runs and vars(graph).get(_MARK):
-                _warn(graph, "they are not equal any more")
-        if not runs:
-            return original(graph, inputs, *args, **kwargs)
-        # Keras 3.15 passes a function, Keras 3.16 none.
-        operation_fn = kwargs.get("operation_fn", _return_operation)
-        return _run_graph(graph, runs, given, operation_fn)
-
-    return run_graph
+@replacement
+def _run_through_graph(
+    original: Callable[..., Any],
+    graph: Any,
+    inputs: Tree,
+    *args: Any,
+    **kwargs: Any,
+) -> Tree:
+    trace, given = current_trace(), tree.flatten(inputs)
+    is_symbolic = any(isinstance(x, keras.KerasTensor) for x in given)
+    is_step = is_tracing() and get_stateless_scope() is not None
+    runs = []
+    if trace is not None and is_step and not is_symbolic:
+        runs = _find_runs(graph, trace.mesh)
+        if not runs and vars(graph).get(_MARK):
+            _warn(graph, "they are not equal any more")
+    if not runs:
+        return original(graph, inputs, *args, **kwargs)
+    # Keras 3.15 passes a function, Keras 3.16 none.
+    operation_fn = kwargs.get("operation_fn", lambda operation: operation)
+    return _run_graph(graph, runs, given, operation_fn)
 
 
 def _run_graph(
@@ -214,7 +171,7 @@ def _run_graph(
             masks = [(x, get_keras_mask(x)) for x in values.values()]
             result = _compute(graph, calls)
             if result is not None:
-                values[calls.result] = result
+                values[blocks.tensors[-1]] = result
                 computed.update(map(id, itertools.chain(*blocks.segments)))
             else:
                 _restore_masks(masks)
@@ -246,9 +203,6 @@ def _find_runs(graph: Any, mesh: ReplicaMesh) -> list[Blocks]:
     return [blocks for blocks in found[1] if len(blocks) >= minimum]
 
 
-_patches = Patches(lambda: [(Function, "_run_through_graph", _wrap_graph)])
-
-
 def _compute(graph: Any, calls: BlockCalls) -> Array | None:
     """Computes all blocks of a run in a loop.
 
@@ -256,34 +210,16 @@ def _compute(graph: Any, calls: BlockCalls) -> Array | None:
       The output of the last block; None if the blocks must be computed one by
       one.
     """
-    if _thread.is_passing:
-        return _pass(calls)
-    step = current_step()
+    step, blocks, result = current_step(), calls.blocks, None
     is_repeated = step is not None and step.facts.is_retrace
-    reasons = vars(graph).setdefault(_REASONS, {})
-    key = tuple(id(operation) for operation, _ in calls.blocks.trunks)
-    # The blocks were compared in the first trace.
-    reason = reasons.get(key) if is_repeated else None
-    result = None
-    if not reason:
-        result, reason = _scan(calls, is_checked=reason is None)
-    reasons[key] = reason
-    if reason and vars(graph).get(_MARK) and not is_repeated:
-        _warn(calls.blocks.model, reason)
+    if not is_repeated:
+        blocks.reason = None
+    # Otherwise the blocks were compared in the first trace.
+    if not blocks.reason:
+        result, blocks.reason = _scan(calls, is_checked=blocks.reason is None)
+    if blocks.reason and vars(graph).get(_MARK) and not is_repeated:
+        _warn(blocks.model, blocks.reason)
     return result
-
-
-def _pass(calls: BlockCalls) -> Array | None:
-    """Computes the first block for all, if its shapes allow that."""
-    operations = itertools.chain(*calls.blocks.segments)
-    layers = [op for op in operations if isinstance(op, keras.Layer)]
-    if not all(x.built for layer in layers for x in layer._flatten_layers()):
-        return None
-    entering = calls.entering
-    before = describe_carry((entering, get_keras_mask(entering)))
-    result = calls.compute(0, entering)
-    is_like = describe_carry((result, get_keras_mask(result))) == before
-    return result if is_like else None
 
 
 def _scan(calls: BlockCalls, *, is_checked: bool) -> tuple[Array | None, str]:
@@ -385,11 +321,10 @@ def _find_variables(
             v for op in segment for v in getattr(op, "variables", ())
         ]
         rows.append(list({id(v): v for v in segment_variables}.values()))
-    if len(set(map(len, rows))) > 1:
-        return [], "blocks share some of their variables"
-    columns = list(map(list, zip(*rows, strict=True)))
+    columns = list(map(list, zip(*rows, strict=False)))
     counts = [len(set(map(id, column))) for column in columns]
-    if any(1 < count < len(rows) for count in counts):
+    are_uneven = len(set(map(len, rows))) > 1
+    if are_uneven or any(1 < count < len(rows) for count in counts):
         return [], "some of the blocks share a variable"
     different = zip(columns, counts, strict=True)
     return [column for column, count in different if count > 1], ""

@@ -26,7 +26,6 @@ from keras_strategies.keras_bridge.step_context import (
     step_scope,
 )
 from keras_strategies.kernels.kernels import kernels_for
-from keras_strategies.kernels.scanned_blocks import scanning_blocks
 from keras_strategies.passes.specs import Axis
 from keras_strategies.run.function_keys import make_value_key, open_nest
 from keras_strategies.spmd.mesh import ReplicaMesh, format_devices
@@ -174,7 +173,6 @@ def replica_tracing(
     with (
         trace_hooks(),
         kernels_for(step.facts.mesh),
-        scanning_blocks(step.facts.mesh),
         variables_used.chain_scopes(),
         step_scope(step),
         replica_scope(step),

@@ -10,7 +10,6 @@ import keras
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from keras_strategies.kernels.attention import WITHOUT_KERNEL
 from keras_strategies.passes import traces
 from keras_strategies.passes.row_kinds import losses, marks
 from keras_strategies.passes.row_kinds.losses import Finding, Verdict
@@ -288,8 +287,6 @@ def warn_of_products(
         e
         for e in all_equations(jaxpr.jaxpr.replace(eqns=live))
         if e.primitive.name == "dot_general"
-        # Otherwise it was warned of already.
-        and WITHOUT_KERNEL not in str(e.source_info.name_stack)
     ]
     largest = max(products, key=count_bytes, default=None)
     if largest is None or count_bytes(largest) <= chip.memory_bytes:

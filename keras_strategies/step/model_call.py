@@ -17,7 +17,6 @@ from keras_strategies.keras_bridge.step_context import (
     step_scope,
 )
 from keras_strategies.kernels.kernels import kernels_for
-from keras_strategies.kernels.scanned_blocks import scanning_blocks
 from keras_strategies.passes.replay import separate_trace
 from keras_strategies.passes.traces import is_tracing
 from keras_strategies.spmd.mesh import ReplicaMesh
@@ -64,7 +63,6 @@ class ModelCall:
         with (
             trace_hooks(),
             kernels_for(self._mesh),
-            scanning_blocks(self._mesh),
             step_scope(step),
             self._in_replica(step, is_global=False),
         ):
@@ -96,7 +94,6 @@ class ModelCall:
         try:
             with (
                 kernels_for(mesh, is_global=True),
-                scanning_blocks(mesh),
                 self._in_replica(step, is_global=is_global),
             ):
                 return self._call(state, data)

@@ -98,8 +98,8 @@ def test_labels_to_ignore(dtype):
         ({"labels": LABELS[:2]}, ValueError, "the labels' shape"),
         ({"labels": LABELS * 1.0}, TypeError, "must be integers"),
         ({"label_smoothing": 2.0}, ValueError, "from 0 to 1"),
-        ({"soft_cap": 0.0}, ValueError, "`soft_cap` must be positive"),
-        ({"block_size": -1}, ValueError, "`block_size` must be positive"),
+        ({"soft_cap": 0.0}, ValueError, "`soft_cap` must be > 0"),
+        ({"block_size": -1}, ValueError, "`block_size` must be > 0"),
     ],
 )
 def test_wrong_arguments(change, error, message):

@@ -279,7 +279,7 @@ def test_attention_mapped_over_cores_is_the_same(cores, heads, groups, shapes):
     mesh = cores_strategy(2, cores).mesh
 
     def mapped(*arrays):
-        trace = Trace.of(mesh, is_global=True)
+        trace = Trace(mesh=mesh, is_global=True)
         return kernels._map_attention(trace, plain, *arrays)
 
     def of(attend):

@@ -28,7 +28,7 @@ def test_each_core_has_the_keys_of_its_heads(kv_heads, rows, context_parallel):
         cores_per_replica=CORES,
         context_parallel=context_parallel,
     )
-    trace = Trace.of(mesh, is_global=True)
+    trace = Trace(mesh=mesh, is_global=True)
     rng = np.random.default_rng(1)
     draw = rng.standard_normal
     query = draw((rows, LENGTH, 8, 4), "float32")

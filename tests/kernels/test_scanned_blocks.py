@@ -9,7 +9,6 @@ import pytest
 from keras import layers
 
 import keras_strategies as ks
-from keras_strategies.fit.binding import find_binding
 from keras_strategies.kernels import scanned_blocks
 from tests.support.strategies import make_strategy
 
@@ -58,63 +57,6 @@ def compiled(block, strategy=None, *, is_scanned=True):
 
 def fit(model):
     return model.fit(X, X[:, :1], batch_size=8, verbose=0).history
-
-
-@pytest.mark.parametrize("is_scanned", [False, True])
-def test_one_of_equal_blocks_is_computed_to_build_metrics(is_scanned):
-    model = compiled(Block, is_scanned=is_scanned)
-    find_binding(model).build_for_shapes((X, X[:, :1]))
-    assert len(set(Block.calls)) == (1 if is_scanned else BLOCKS)
-    assert model._compile_metrics.built
-    assert set(fit(model)) == {"loss", "mae"}
-
-
-def test_no_other_trace_has_the_result_of_one_block():
-    """A function that a model's `call` jits is not traced again after it."""
-    strategy = make_strategy("mirrored2")
-
-    class Outer(keras.Model):
-        def __init__(self):
-            super().__init__()
-            blocks = [layers.Dense(WIDTH, "tanh") for _ in range(BLOCKS)]
-            self.trunk = keras.Sequential([keras.Input((WIDTH,)), *blocks])
-            ks.experimental.scan_blocks(self.trunk)
-            self.jitted = jax.jit(
-                lambda weights, x: self.trunk.stateless_call(weights, [], x)[0]
-            )
-
-        def call(self, x):
-            weights = self.trunk.trainable_variables
-            return self.jitted(
-                list(map(keras.ops.convert_to_tensor, weights)), x
-            )
-
-    with strategy.scope():
-        model = Outer()
-        model.compile("sgd", "mse")
-    shape = jax.ShapeDtypeStruct((16, WIDTH), "float32")
-    strategy.compile_step(model, (shape, shape))
-    x = np.concatenate([X, X])
-    np.testing.assert_allclose(model(x), model.trunk(x), rtol=1e-5, atol=1e-6)
-
-
-def test_data_that_another_model_computes_are_its_own():
-    """The first batch is read while the student's metrics are built."""
-    strategy = make_strategy("mirrored2")
-    teacher = compiled(Block, strategy)
-    expected = compiled(Block, is_scanned=False).predict(X, verbose=0)
-    student = compiled(Block, strategy)
-
-    class Taught(keras.utils.PyDataset):
-        def __len__(self):
-            return 1
-
-        def __getitem__(self, index):
-            return X, teacher.predict_on_batch(X)
-
-    student.fit(Taught(), verbose=0)
-    found = teacher.predict_on_batch(X)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_blocks_without_variables_are_all_built():

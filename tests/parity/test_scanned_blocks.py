@@ -345,8 +345,8 @@ class Noisy(layers.Dense):
     few(
         [
             (Penalized, "a block adds a loss"),
-            (Counting, "a block writes a variable of its own"),
-            (Noisy, "blocks write a variable that they share"),
+            (Counting, "a block writes a shared or user-defined variable"),
+            (Noisy, "a block writes a shared or user-defined variable"),
         ],
         every=3,
     ),

@@ -235,7 +235,7 @@ class AttentionByEinsum(keras.layers.Layer):
     ("layer", "text"),
     [
         (AttentionByEinsum, r"shape \(1, 65536, 65536\).*test_attention.py"),
-        (Block, "Attention stores"),
+        (Block, "stores a matrix product of shape"),
     ],
     ids=["einsum", "Keras"],
 )

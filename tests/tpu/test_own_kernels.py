@@ -54,6 +54,11 @@ class Product(keras.layers.Layer):
         return shape
 
 
+@ks.by_rows
+class Marked(Product):
+    pass
+
+
 def compile_program(
     kind="train", *, rows=64, cores=1, is_sharded=False, is_marked=True
 ):
@@ -65,7 +70,7 @@ def compile_program(
         else None,
     )
     with strategy.scope(), ks.abstract():
-        layer = ks.by_rows(Product()) if is_marked else Product()
+        layer = Marked() if is_marked else Product()
         x = keras.Input((WIDTH,))
         y = keras.layers.Dense(WIDTH)(x)
         model = keras.Model(x, keras.layers.Dense(WIDTH)(layer(y)))
