@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_strategies.keras_bridge.keras_names import TRAINER
-from keras_strategies.keras_bridge.patches import Patches
+from keras_strategies.keras_bridge.patches import Patches, replacement
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.variables import initial_values
 from keras_strategies.variables.abstract_variables import (
@@ -24,7 +24,7 @@ from keras_strategies.variables.abstract_variables import (
 from keras_strategies.variables.variable_creator import (
     ReplicaDistribution,
     distribution_scope,
-    slots_follow_weights,
+    slot_creation,
 )
 
 _MARK = "_ks_abstract"
@@ -63,7 +63,7 @@ def abstract() -> Iterator[None]:
       print(strategy.compile_step(model, (rows, rows)))
       ```
     """
-    with _patches.hold(), slots_follow_weights(), creating(abstract=True):
+    with _patches.hold(), slot_creation.hold(), creating(abstract=True):
         yield
 
 
@@ -132,23 +132,24 @@ def _wrap_build(
     return build_like_model
 
 
-def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps `__init__` to mark the models of the block as abstract."""
+@replacement
+def _init(
+    original: Callable[..., None],
+    model: keras.Model,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Creates a model, and marks it if it is created without values."""
+    original(model, *args, **kwargs)
+    if not is_creating_abstract():
+        return
+    model_values = {
+        _MARK: True,
+        "build": _wrap_build(model, model.build),
+        "_maybe_build": _wrap_build(model, model._maybe_build),
+    }
+    for name, value in model_values.items():
+        object.__setattr__(model, name, value)
 
-    @functools.wraps(original)
-    def init(model: keras.Model, *args: Any, **kwargs: Any) -> None:
-        original(model, *args, **kwargs)
-        if not is_creating_abstract():
-            return
-        model_values = {
-            _MARK: True,
-            "build": _wrap_build(model, model.build),
-            "_maybe_build": _wrap_build(model, model._maybe_build),
-        }
-        for name, value in model_values.items():
-            object.__setattr__(model, name, value)
 
-    return init
-
-
-_patches = Patches(lambda: [(TRAINER, "__init__", _wrap_init)])
+_patches = Patches(lambda: [(TRAINER, "__init__", _init)])

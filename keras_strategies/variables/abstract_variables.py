@@ -9,7 +9,6 @@ error, because otherwise a trace would contain the zeros as a constant. But in
 """
 
 import contextlib
-import functools
 import math
 import threading
 import weakref
@@ -24,7 +23,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_strategies._types import Array
-from keras_strategies.keras_bridge.patches import Patches
+from keras_strategies.keras_bridge.patches import Patches, replacement
 from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.variables.sharded_variable import (
     make_plain,
@@ -58,7 +57,6 @@ class ValueStore:
         self, max_bytes: int, refuse: Callable[[keras.Variable], Exception]
     ) -> None:
         self._free_bytes, self._refuse = max_bytes, refuse
-        self._lock = threading.Lock()
 
     def read(self, variable: keras.Variable) -> Array:
         """Returns a variable's value, which is first initialized if needed."""
@@ -86,9 +84,8 @@ class ValueStore:
     def _reserve(self, variable: keras.Variable) -> bool:
         dtype = jax.dtypes.canonicalize_dtype(variable._dtype)
         size = math.prod(variable.shape) * dtype.itemsize
-        with self._lock:
-            has_room = size <= self._free_bytes
-            self._free_bytes -= size * has_room
+        has_room = size <= self._free_bytes
+        self._free_bytes -= size * has_room
         return has_room
 
 
@@ -275,21 +272,19 @@ def _message(variable: keras.Variable) -> str:
     )
 
 
-def _wrap_initialize(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def initialize(
-        variable: keras.Variable, initializer: Callable[..., Any]
-    ) -> None:
-        is_small = math.prod(variable.shape) <= MAX_REAL_SIZE
-        if not _thread.is_abstract or is_small:
-            original(variable, initializer)
-            return
-        variable._initialize_layout()
-        make_abstract(variable, initializer)
+@replacement
+def _initialize(
+    original: Callable[..., None],
+    variable: keras.Variable,
+    initializer: Callable[..., Any],
+) -> None:
+    is_small = math.prod(variable.shape) <= MAX_REAL_SIZE
+    if not _thread.is_abstract or is_small:
+        original(variable, initializer)
+        return
+    variable._initialize_layout()
+    make_abstract(variable, initializer)
 
-    return initialize
 
-
-_patches = Patches(
-    lambda: [(keras.Variable, "_initialize_with_initializer", _wrap_initialize)]
-)
+_PATCH = keras.Variable, "_initialize_with_initializer", _initialize
+_patches = Patches(lambda: [_PATCH])

@@ -109,9 +109,7 @@ def count_optimizer_steps(model: keras.Model) -> int:
 
 
 def _unwrap_optimizer(model: keras.Model) -> keras.optimizers.Optimizer | None:
-    optimizer = model.optimizer
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     is_known = isinstance(optimizer, keras.optimizers.Optimizer)
     return optimizer if is_known else None
 

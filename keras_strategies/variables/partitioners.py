@@ -82,15 +82,13 @@ class FullySharded:
     offload: str | None = None
 
     def __post_init__(self) -> None:
-        _check_offload(self.offload)
+        _check_options(self)
         fix = "Leave it out to shard over all replicas of a process."
         check_number("shards", self.shards, fix, minimum=1)
         fix = "Pass 1 to shard every variable that can be sharded."
         check_number(
             "min_size", self.min_size, fix, minimum=1, is_optional=False
         )
-        dtype = standardize_reduce_dtype(self.reduce_dtype)
-        object.__setattr__(self, "reduce_dtype", dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +144,7 @@ class Replicated:
     offload: str | None = None
 
     def __post_init__(self) -> None:
-        _check_offload(self.offload)
-        dtype = standardize_reduce_dtype(self.reduce_dtype)
-        object.__setattr__(self, "reduce_dtype", dtype)
+        _check_options(self)
 
     def __call__(
         self, path: str, shape: tuple[int, ...], dtype: str
@@ -269,16 +265,13 @@ class Partitioner:
     @property
     def name(self) -> str:
         """The partitioner's name, with its options but without `shards`."""
-        partitioner = self.original
-        if isinstance(partitioner, FullySharded):
-            dtype = self.sum_dtype
-            rest = f", reduce_dtype={dtype!r}" if dtype else ""
-            rest += f", offload={self.offload!r}" if self.offload else ""
-            size = f"min_size={partitioner.min_size:,}"
-            return f"{type(partitioner).__name__}({size}{rest})"
-        if isinstance(partitioner, Replicated):
-            return f"Replicated(offload={self.offload!r})"
-        return getattr(partitioner, "__name__", type(partitioner).__name__)
+        partitioner: Any = self.original
+        kind = type(partitioner)
+        if self.is_function:
+            return getattr(partitioner, "__name__", kind.__name__)
+        options = list_options(partitioner).items()
+        given = [f"{name}={v!r}" for name, v in options if name != "shards"]
+        return f"{kind.__name__}({', '.join(given)})"
 
     def explain_replicated(
         self, shape: tuple[int, ...], over_cores: Sequence[Any] = ()
@@ -344,14 +337,25 @@ class Partitioner:
             )
 
 
-def _check_offload(offload: object) -> None:
-    """Raises ValueError unless `offload` is "optimizer" or None."""
-    if offload not in (None, "optimizer"):
+def list_options(partitioner: Any) -> dict[str, Any]:
+    """Returns the options of a partitioner that are not the defaults."""
+    return {
+        field.name: value
+        for field in dataclasses.fields(partitioner)
+        if (value := getattr(partitioner, field.name)) != field.default
+    }
+
+
+def _check_options(partitioner: FullySharded | Replicated) -> None:
+    """Checks `offload`, and stores `reduce_dtype` as a standard name."""
+    if partitioner.offload not in (None, "optimizer"):
         raise ValueError(
-            f"`offload` must be 'optimizer' or None. Received: {offload!r}. "
-            "Pass 'optimizer' to store optimizer slots in the memory of the "
-            "host."
+            "`offload` must be 'optimizer' or None. Received: "
+            f"{partitioner.offload!r}. Pass 'optimizer' to store optimizer "
+            "slots in the memory of the host."
         )
+    dtype = standardize_reduce_dtype(partitioner.reduce_dtype)
+    object.__setattr__(partitioner, "reduce_dtype", dtype)
 
 
 def _check_partitioner(partitioner: object) -> None:

@@ -235,17 +235,12 @@ class Placements:
 
     def _find_core_axes(self, variable: keras.Variable, dim: Dimension) -> Axes:
         """Returns the axes over cores of a variable that replicas shard."""
-        mesh, sizes = self._mesh, tuple(variable.shape)
-        free = (
-            other
-            for other, size in enumerate(sizes)
-            if other != dim and size % mesh.cores_per_replica == 0
-        )
-        place = next(free, None)
-        return tuple(
-            mesh.model_axis if other == place else None
-            for other in range(len(sizes))
-        )
+        axes: list[str | None] = [None] * len(variable.shape)
+        for other, size in enumerate(variable.shape):
+            if other != dim and size % self._mesh.cores_per_replica == 0:
+                axes[other] = self._mesh.model_axis
+                break
+        return tuple(axes)
 
     def _sharding(self, axes: Axes, *, on_host: bool = False) -> NamedSharding:
         if not any(axes) and not on_host:
@@ -293,9 +288,9 @@ class Placements:
                 raise
             dims.append(dim)
             if is_compared:
-                by = f"{partitioner.name} over {partitioner.shards}"
                 along = "no dimension" if dim is None else f"dimension {dim}"
-                note_existing(mesh, variable, f"{along} by {by}")
+                by = f"{along} by {partitioner.describe()}"
+                note_existing(mesh, variable, by)
         if is_compared:
             same_variables.compare(mesh.processes)
             self._is_compared = True

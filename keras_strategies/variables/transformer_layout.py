@@ -19,19 +19,15 @@ import jax.numpy as jnp
 import keras
 
 from keras_strategies.cluster.checks import check_number
-from keras_strategies.variables.layout_map import fits
+from keras_strategies.variables.layout_map import Axes, fits
 from keras_strategies.variables.transformer_structures import (
     MODEL,
-    Axes,
     choose_axes,
     strip_number,
 )
 
 Layout = Any
 """A value of a layout map: axes, or a function from a shape to axes."""
-
-_Group = list[tuple[Axes, keras.Variable]]
-"""The variables that a pattern matches: pairs of a variable's axes and it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +107,7 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
     chosen = choose_axes(model, cores, shares)
     layouts: dict[str, Layout] = {}
     for pattern, variables in by_pattern.items():
-        axes = [chosen.get(id(v), (None,) * len(v.shape)) for v in variables]
-        group = list(zip(axes, variables, strict=True))
-        layout = _make_layout(group, cores)
+        layout = _make_layout(variables, chosen, cores)
         if layout is not None:
             layouts[pattern] = layout
     if not layouts:
@@ -123,7 +117,7 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
             f"which divides none of them in the model {model.name!r}. Pass a "
             "divisor of the number of heads."
         )
-    return _match_nested(layouts, [v.path for v in model.variables])
+    return layouts
 
 
 def _check_model(model: keras.Model) -> None:
@@ -151,11 +145,16 @@ def _count_bytes(variable: keras.Variable) -> int:
     return math.prod(variable.shape) * jnp.dtype(variable.dtype).itemsize
 
 
-def _make_layout(group: _Group, cores: int) -> Layout | None:
+def _make_layout(
+    variables: Sequence[keras.Variable],
+    chosen: Mapping[int, Axes],
+    cores: int,
+) -> Layout | None:
     """Makes the layout for the variables that a pattern matches.
 
     Args:
-      group: The variables.
+      variables: The variables.
+      chosen: The axes of variables, by their ids.
       cores: The number of cores. A variable is replicated if the dimension to
         shard is not a multiple of this number.
 
@@ -163,25 +162,24 @@ def _make_layout(group: _Group, cores: int) -> Layout | None:
       The value for the layout map, or None if the variables are replicated.
     """
     by_shape: dict[tuple[int, ...], set[Axes]] = {}
-    for axes, variable in group:
+    for variable in variables:
         shape = tuple(variable.shape)
-        if not fits(axes, shape, cores):
-            axes = (None,) * len(axes)
-        by_shape.setdefault(shape, set()).add(axes)
-    chosen: dict[tuple[int, ...], Axes] = {}
-    for shape, options in by_shape.items():
-        axes = _unify(shape, options)
-        if axes is None:
-            return None
-        chosen[shape] = axes
-    kinds = {*chosen.values()}
-    sharded = [axes for axes in kinds if any(axes)]
+        replicated = (None,) * len(shape)
+        axes = chosen.get(id(variable), replicated)
+        fit = axes if fits(axes, shape, cores) else replicated
+        by_shape.setdefault(shape, set()).add(fit)
+    unified: dict[tuple[int, ...], Any] = {
+        shape: _unify(shape, axes) for shape, axes in by_shape.items()
+    }
+    kinds = {*unified.values()}
+    sharded = [axes for axes in kinds if axes and any(axes)]
     if sharded and len(kinds) == 1:
         return sharded[0]
     # Whether a vector should be sharded cannot be seen from its size.
-    if not sharded or any(len(axes) < 2 for axes in sharded):
+    is_vector = any(len(axes) < 2 for axes in sharded)
+    if None in kinds or not sharded or is_vector:
         return None
-    return ByShape(tuple(sorted(chosen.items())))
+    return ByShape(tuple(sorted(unified.items())))
 
 
 def _unify(shape: tuple[int, ...], axes: set[Axes]) -> Axes | None:
@@ -202,21 +200,3 @@ def _make_pattern(path: str) -> str:
     *layers, name = path.split("/")
     parts = [re.escape(strip_number(part)) + r"(_\d+)?" for part in layers]
     return "/".join([*parts, re.escape(name)])
-
-
-def _match_nested(
-    layouts: dict[str, Layout], paths: Sequence[str]
-) -> dict[str, Layout]:
-    """Makes patterns also match paths that are nested in other layers.
-
-    Returns:
-      The layouts by their new patterns. A pattern stays unchanged if its nested
-      version would match other paths of the model.
-    """
-    nested = {}
-    for pattern, layout in layouts.items():
-        matched = {path for path in paths if re.fullmatch(pattern, path)}
-        inner = rf"(.*/)?{pattern}"
-        is_clear = matched == {p for p in paths if re.fullmatch(inner, p)}
-        nested[inner if is_clear else pattern] = layout
-    return nested

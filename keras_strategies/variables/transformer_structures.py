@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-Axes = tuple[str | None, ...]
+from keras_strategies.variables.layout_map import Axes
 
 MODEL = "model"
 

@@ -20,7 +20,7 @@ from keras.src.distribution.distribution_lib import Distribution
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from keras_strategies.cluster.exchange import same_variables
-from keras_strategies.keras_bridge.patches import Patches
+from keras_strategies.keras_bridge.patches import Patches, replacement
 from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import (
     ReplicaMesh,
@@ -149,46 +149,42 @@ def distribution_scope(
             if distribution is not None:
                 # Keras copies a slot's layout from its weight, without asking
                 # the distribution.
-                stack.enter_context(_slots_registered.hold())
+                stack.enter_context(slot_creation.hold())
                 stack.enter_context(distribution.creating_equal())
             yield
     finally:
         keras.distribution.set_distribution(before)
 
 
-def _wrap_slot_creation(
-    make_slot: Callable[..., keras.Variable],
-) -> Callable[..., keras.Variable]:
-    @functools.wraps(make_slot)
-    def make(
-        optimizer: BaseOptimizer,
-        reference_variable: keras.Variable,
-        *args: Any,
-        **kwargs: Any,
-    ) -> keras.Variable:
-        # The distribution of the calling thread, if any.
-        distribution = keras.distribution.distribution()
-        layouts = contextlib.nullcontext()
-        if isinstance(distribution, ReplicaDistribution):
-            # A weight that was created in a trace is not placed yet.
-            weight = reference_variable
-            if weight._value is None and weight._layout is None:
-                distribution.get_variable_layout(reference_variable)
-            layouts = _set_layout_of_slots(reference_variable, distribution)
-        abstract = is_abstract(reference_variable)
-        with layouts, creating(abstract=abstract):
-            slot = make_slot(optimizer, reference_variable, *args, **kwargs)
-        if abstract and slot._value is None and not is_abstract(slot):
-            # Otherwise Keras would initialize the slot when the trace ends.
-            make_abstract(slot, slot._initializer)
-        if is_abstract(slot):
-            note_slot(reference_variable, slot)
-        if isinstance(distribution, ReplicaDistribution):
-            shard_like(slot, reference_variable)
-            distribution.get_variable_layout(slot)
-        return slot
-
-    return make
+@replacement
+def _create_slot(
+    original: Callable[..., keras.Variable],
+    optimizer: BaseOptimizer,
+    reference_variable: keras.Variable,
+    *args: Any,
+    **kwargs: Any,
+) -> keras.Variable:
+    weight = reference_variable
+    # The distribution of the calling thread, if any.
+    distribution = keras.distribution.distribution()
+    layouts = contextlib.nullcontext()
+    if isinstance(distribution, ReplicaDistribution):
+        # A weight that was created in a trace is not placed yet.
+        if weight._value is None and weight._layout is None:
+            distribution.get_variable_layout(weight)
+        layouts = _set_layout_of_slots(weight, distribution)
+    abstract = is_abstract(weight)
+    with layouts, creating(abstract=abstract):
+        slot = original(optimizer, weight, *args, **kwargs)
+    if abstract and slot._value is None and not is_abstract(slot):
+        # Otherwise Keras would initialize the slot when the trace ends.
+        make_abstract(slot, slot._initializer)
+    if is_abstract(slot):
+        note_slot(weight, slot)
+    if isinstance(distribution, ReplicaDistribution):
+        shard_like(slot, weight)
+        distribution.get_variable_layout(slot)
+    return slot
 
 
 def _set_layout_of_slots(
@@ -209,13 +205,9 @@ def _set_layout_of_slots(
     return temporary_attribute(weight, "_layout", layout)
 
 
-_SLOTS = (BaseOptimizer, "add_variable_from_reference", _wrap_slot_creation)
-_slots_registered = Patches(lambda: [_SLOTS])
-
-
-def slots_follow_weights() -> contextlib.AbstractContextManager[None]:
-    """Creates the block's slots without values if their weights have none."""
-    return _slots_registered.hold()
+_SLOTS = (BaseOptimizer, "add_variable_from_reference", _create_slot)
+slot_creation = Patches(lambda: [_SLOTS])
+"""Creates slots without values if their weights have none."""
 
 
 def adopt(
@@ -352,35 +344,35 @@ def innermost_creator() -> object:
     return _creators.stack[-1] if _creators.stack else None
 
 
-def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
-    signature = inspect.signature(original)
+@replacement
+def _init(
+    original: Callable[..., None],
+    variable: keras.Variable,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    if not _creators.stack:
+        original(variable, *args, **kwargs)
+        return
+    bound = inspect.signature(original).bind(variable, *args, **kwargs)
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
+    arguments.pop(next(iter(arguments)))
+    arguments |= arguments.pop("kwargs", {})
 
-    @functools.wraps(original)
-    def init(self: keras.Variable, *args: Any, **kwargs: Any) -> None:
-        if not _creators.stack:
-            original(self, *args, **kwargs)
-            return
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        arguments = dict(bound.arguments)
-        arguments.pop(next(iter(arguments)))
-        arguments |= arguments.pop("kwargs", {})
+    def create(**kwargs: Any) -> keras.Variable:
+        original(variable, **kwargs)
+        return variable
 
-        def create(**kwargs: Any) -> keras.Variable:
-            original(self, **kwargs)
-            return self
-
-        for creator in _creators.stack:
-            create = functools.partial(creator, create)
-        if create(**arguments) is not self:
-            raise ValueError(
-                "A variable creator must return the variable that its "
-                "`next_creator` returned. Received: another object from "
-                f"{_creators.stack[-1].func!r}. Change the keywords passed to "
-                "`next_creator` instead of replacing the variable."
-            )
-
-    return init
+    for creator in _creators.stack:
+        create = functools.partial(creator, create)
+    if create(**arguments) is not variable:
+        raise ValueError(
+            "A variable creator must return the variable that its "
+            "`next_creator` returned. Received: another object from "
+            f"{_creators.stack[-1].func!r}. Change the keywords passed to "
+            "`next_creator` instead of replacing the variable."
+        )
 
 
-_creation = Patches(lambda: [(keras.Variable, "__init__", _wrap_init)])
+_creation = Patches(lambda: [(keras.Variable, "__init__", _init)])

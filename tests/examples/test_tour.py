@@ -51,7 +51,7 @@ def test_it_trains_on_eight_devices_and_shows_what_it_promises(notebook):
     (picture,) = shown["image/svg+xml"]
     assert picture.startswith("<svg")
     assert len(re.findall(r"\(cpu:\d\)", picture)) == 8
-    assert "FullySharded(min_size=1,024)" in texts
+    assert "FullySharded(min_size=1024)" in texts
     assert re.search(r"dense/kernel +.*P\('replica',\)", texts)
     assert "time of a step" in texts
     assert re.search(r"\d+ % of the time .*\.", texts)

@@ -55,11 +55,7 @@ def _name_partitioner(partitioner: Any) -> str:
         partitioner, partitioners.FullySharded | partitioners.Replicated
     ):
         return getattr(partitioner, "__name__", type(partitioner).__name__)
-    options = {
-        field.name: value
-        for field in dataclasses.fields(partitioner)
-        if (value := getattr(partitioner, field.name)) != field.default
-    }
+    options = partitioners.list_options(partitioner)
     for word, kind in _KINDS.items():
         if type(partitioner) is kind and options.keys() <= {"shards"}:
             return ":".join([word, *map(str, options.values())])
