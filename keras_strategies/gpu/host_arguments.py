@@ -30,27 +30,15 @@ def place_host_arguments(
         return lowered
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
-        (main,) = (
-            op
-            for op in module.body.operations
-            if str(op.attributes["sym_name"]) == '"main"'
-        )
-        arguments = list(main.arguments)
-        kinds = [_find_kind(argument) for argument in arguments]
+        main: Any = ir.SymbolTable(module.operation)["main"]
+        kinds = list(map(_find_kind, main.arguments))
         if _HOST in kinds:
-            main.arg_attrs = ir.ArrayAttr.get(
-                [
-                    ir.DictAttr.get(
-                        {
-                            **{a.name: a.attr for a in attributes},
-                            "mhlo.memory_kind": ir.StringAttr.get(kind),
-                        }
-                    )
-                    for attributes, kind in zip(
-                        main.arg_attrs, kinds, strict=True
-                    )
-                ]
-            )
+            attributes = []
+            for known, kind in zip(main.arg_attrs, kinds, strict=True):
+                changed = {a.name: a.attr for a in known}
+                changed["mhlo.memory_kind"] = ir.StringAttr.get(kind)
+                attributes.append(ir.DictAttr.get(changed))
+            main.arg_attrs = ir.ArrayAttr.get(attributes)
     return lowered
 
 

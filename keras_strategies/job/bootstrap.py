@@ -107,7 +107,12 @@ def _prepare(
     arguments: dict[str, Any] = {}
     problem, tls, options = _find_problem(), {}, jax.config.values
     try:
-        arguments |= _make_gpu_arguments(_choose_gpus(task, resolver))
+        gpus = _choose_gpus(task, resolver)
+        if gpus is not None:
+            # Without `local_device_ids`, JAX itself takes one GPU under SLURM
+            # and Open MPI, unless its detection of clusters is switched off.
+            arguments["local_device_ids"] = list(gpus) or None
+            arguments["cluster_detection_method"] = "deactivate"
         tls = mutual_tls.read_mutual_tls(
             os.environ,
             options,
@@ -152,20 +157,6 @@ def _choose_gpus(task: TaskInfo, resolver: object) -> tuple[int, ...] | None:
     return local_gpus.choose_gpus(
         task, os.environ, platforms=platforms, resolver=resolver
     )
-
-
-def _make_gpu_arguments(gpus: tuple[int, ...] | None) -> dict[str, Any]:
-    """Returns arguments for `jax.distributed.initialize`.
-
-    Without `local_device_ids`, JAX itself takes one GPU under SLURM and Open
-    MPI, unless its detection of clusters is switched off.
-    """
-    if gpus is None:
-        return {}
-    return {
-        "local_device_ids": list(gpus) or None,
-        "cluster_detection_method": "deactivate",
-    }
 
 
 def _take_gpus(task: TaskInfo, resolver: object) -> None:

@@ -239,20 +239,15 @@ def _find_place(task: TaskInfo, environ: Mapping[str, str]) -> tuple[int, int]:
         if local and environ.get(size) == total and environ.get(local[0]):
             setter = launcher.setter or launcher.name
             count = read_number(environ, local[1], setter, minimum=1)
-            return read_number(
-                environ, local[0], setter, maximum=count - 1
-            ), count
+            index = read_number(environ, local[0], setter, maximum=count - 1)
+            return index, count
     if environ.get(_SLURM_TASKS) == total and environ.get(_SLURM_LOCAL):
         text = read_text(environ, _SLURM_PER_NODE, SETTER)
         counts = expand_tasks_per_node(text)
-        maximum = len(counts) - 1
-        count = counts[
-            read_number(environ, _SLURM_NODE, SETTER, maximum=maximum)
-        ]
-        maximum = count - 1
-        return read_number(
-            environ, _SLURM_LOCAL, SETTER, maximum=maximum
-        ), count
+        last = len(counts) - 1
+        count = counts[read_number(environ, _SLURM_NODE, SETTER, maximum=last)]
+        index = read_number(environ, _SLURM_LOCAL, SETTER, maximum=count - 1)
+        return index, count
     return 0, 1
 
 

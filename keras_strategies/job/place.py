@@ -4,7 +4,6 @@ The role comes from a cluster resolver, from the arguments
 `coordinator_address`, `num_processes` and `process_id`, or from JAX.
 """
 
-import dataclasses
 import os
 import warnings
 from collections.abc import Mapping
@@ -24,24 +23,6 @@ from keras_strategies.names import dry_run
 from keras_strategies.watchdog import launcher_pipe, watchdog
 
 _MAX_DIGITS = 9
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UnjoinedJob:
-    """A job with several processes that this process should have joined.
-
-    A launcher such as srun has started the processes, but the user's script
-    did not pass a description of the job to the strategy.
-
-    Attributes:
-      variable: The environment variable with the number of processes.
-      count: The number of processes.
-      fix: The argument of the strategy that makes this process join the job.
-    """
-
-    variable: str
-    count: int
-    fix: str
 
 
 def join(
@@ -100,29 +81,31 @@ def list_devices() -> tuple[jax.Device, ...]:
 
 def set_timeout(seconds: float | None) -> None:
     """Sets the watchdog's timeout if it runs and `seconds` is not None."""
-    if watchdog.is_running() and seconds is not None:
+    if watchdog.get_runner() is not None and seconds is not None:
         watchdog.start(seconds)
 
 
-def find_unjoined_job(environ: Mapping[str, str]) -> UnjoinedJob | None:
-    """Returns the multi-process job that environment variables describe.
+def find_unjoined_job(
+    environ: Mapping[str, str],
+) -> tuple[launchers.Launcher, int] | None:
+    """Finds a job of several processes that environment variables describe.
 
-    Returns None if a launcher's variables are not set, or describe only one
-    process. The caller must check whether this process has joined a job.
+    The caller must check whether this process has joined a job.
 
     Args:
       environ: The environment variables.
+
+    Returns:
+      The launcher that started the job, and the number of processes; None if
+      no launcher's variables are set, or they describe only one process.
     """
     for launcher in launchers.LAUNCHERS:
-        variable = launcher.counts.partition(" ")[0]
-        text = environ.get(variable, "")
+        text = environ.get(launcher.counts.partition(" ")[0], "")
         is_number = text.isascii() and text.isdigit()
         if not is_number or len(text) > _MAX_DIGITS or int(text) < 2:
             continue
         if launcher.has_started(environ):
-            use = f"`cluster_resolver=ks.cluster_resolver.{launcher.use}`"
-            fix = launcher.argument or use
-            return UnjoinedJob(variable=variable, count=int(text), fix=fix)
+            return launcher, int(text)
     return None
 
 
@@ -185,11 +168,13 @@ def _warn_if_alone() -> None:
         return
     if os.environ.get("TF_CONFIG"):
         return
+    launcher, count = job
+    use = f"`cluster_resolver=ks.cluster_resolver.{launcher.use}`"
     warnings.warn(
         "`MultiWorkerMirroredStrategy` needs a description of the cluster. It "
-        f"has none in one of {job.count} processes "
-        f"({job.variable}={job.count}). Each process now trains a separate "
-        f"model. To train one model together, pass {job.fix}.",
+        f"has none in one of {count} processes of {launcher.name}. Each "
+        "process now trains a separate model. To train one model together, "
+        f"pass {launcher.argument or use}.",
         UserWarning,
         stacklevel=4,
     )

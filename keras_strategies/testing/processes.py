@@ -238,7 +238,7 @@ def run(words: str) -> None:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(value, file)
     except Exception:
-        if watchdog.is_running():
+        if watchdog.get_runner() is not None:
             raise
         traceback.print_exc()
         sys.stderr.flush()

@@ -197,82 +197,32 @@ def default_device_order(
     return tuple(sorted(devices, key=lambda d: (get_slice(d), d.process_index)))
 
 
-def group_devices(
-    devices: Sequence[jax.Device], shards: int | None
-) -> tuple[tuple[jax.Device, ...], int | None]:
-    """Returns devices ordered by group, and the number of devices per group.
-
-    Variables can be sharded over the devices of a group.
-
-    Args:
-      devices: Unique devices of one platform, with the same number of devices
-        from each slice.
-      shards: The number of devices in each group. None: each slice is a group,
-        but a slice with more than 64 chips is split into the largest boxes
-        with at most 64 chips, and a 3-D slice with at least 64 devices into
-        several boxes.
-
-    Returns:
-      The devices, and the number of devices in each group. For devices without
-      coordinates (CPUs, GPUs), this number is the argument `shards`.
-
-    Raises:
-      ValueError: if no boxes with this number of devices fill the slices.
-    """
-    ordered = default_device_order(devices)
-    if not all(map(has_coordinates, ordered)):
-        return ordered, shards
-    slices: dict[int, list[jax.Device]] = {}
-    for device in ordered:
-        slices.setdefault(get_slice(device), []).append(device)
-    grouped: list[jax.Device] = []
-    for slice_devices in slices.values():
-        replicas = np.array(slice_devices, dtype=object)[:, None]
-        groups, shards = _group_slice(replicas, shards)
-        for group in groups:
-            grouped += group.flat
-    return tuple(grouped), shards
-
-
 def group_replicas(
     replicas: np.ndarray, shards: int | None
 ) -> tuple[np.ndarray, int | None]:
     """Returns a slice's replicas ordered by group, and the size of a group.
 
-    It works like `group_devices`, but for replicas with several cores each.
+    Variables can be sharded over the replicas of a group.
 
     Args:
       replicas: The replicas' devices, as an array of shape (replicas, cores).
-      shards: The number of replicas in each group; None for the default.
+      shards: The number of replicas in each group. None: the slice is a group,
+        but a slice with more than 64 chips is split into the largest boxes
+        with at most 64 chips, and a 3-D slice with at least 64 devices into
+        several boxes.
 
     Returns:
-      The replicas, and the number of replicas in each group.
+      The replicas, and the number of replicas in each group. For devices
+      without coordinates (CPUs, GPUs), this number is the argument `shards`.
 
     Raises:
       ValueError: if no boxes with this number of replicas fill the slice.
     """
     if not all(map(has_coordinates, replicas.flat)):
         return replicas, shards
-    groups, shards = _group_slice(replicas, shards)
-    return np.concatenate(groups), shards
-
-
-def _group_slice(
-    replicas: np.ndarray, shards: int | None
-) -> tuple[list[np.ndarray], int]:
-    """Splits a slice's replicas into groups.
-
-    Args:
-      replicas: The replicas' devices, as an array of shape (replicas, cores).
-      shards: The number of replicas in each group; None for the default.
-
-    Returns:
-      A list with an array of replicas for each group, and the number of
-      replicas in each group.
-    """
     size, cores = replicas.shape
     if shards is not None and shards % size == 0:
-        return [replicas], shards
+        return replicas, shards
     origin, sides = compute_box([get_chip(device) for device in replicas.flat])
     # Maps each number of replicas to the best box with this number, which is
     # the last one that `_iter_boxes` yields.
@@ -288,7 +238,7 @@ def _group_slice(
     fit = [n for n in boxes if n * cores <= maximum]
     count = max(fit, default=size) if shards is None else shards
     if count == size:
-        return [replicas], count
+        return replicas, count
     if count not in boxes:
         raise ValueError(
             "On TPUs, a group of replicas that shards variables must fill a "
@@ -296,7 +246,10 @@ def _group_slice(
             f"Received: shards={count} in slices with "
             f"{size} replicas. Choose one of {sorted(boxes)}, or None."
         )
-    return _split_into_boxes(replicas, boxes[count]), count
+    places = [
+        _find_box(replica[0], origin, boxes[count]) for replica in replicas
+    ]
+    return replicas[sorted(range(size), key=places.__getitem__)], count
 
 
 def _iter_boxes(devices: Sequence[jax.Device]) -> Iterator[tuple[int, Cell]]:
@@ -330,16 +283,6 @@ def _iter_boxes(devices: Sequence[jax.Device]) -> Iterator[tuple[int, Cell]]:
     )
     for box in boxes:
         yield math.prod(box) * cores, box
-
-
-def _split_into_boxes(replicas: np.ndarray, box: Cell) -> list[np.ndarray]:
-    """Splits a slice's replicas into boxes, ordered by the boxes' positions."""
-    origin, _ = compute_box([get_chip(device) for device in replicas.flat])
-    groups: dict[Cell, list[Any]] = {}
-    for replica in replicas:
-        place = _find_box(replica[0], origin, box)
-        groups.setdefault(place, []).append(replica)
-    return [np.array(groups[place]) for place in sorted(groups)]
 
 
 def _is_in_one(replica: np.ndarray, origin: Cell, box: Cell) -> bool:

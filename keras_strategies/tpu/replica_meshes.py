@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_strategies.cluster.checks import check_type
 from keras_strategies.cluster.tasks import AnyResolver
 from keras_strategies.names import dry_run
 from keras_strategies.spmd.mesh import ReplicaMesh
@@ -21,7 +22,6 @@ from keras_strategies.tpu.device_assignment import (
 from keras_strategies.tpu.device_groups import (
     default_device_order,
     get_slice,
-    group_devices,
     group_replicas,
 )
 from keras_strategies.tpu.topology import Topology
@@ -74,11 +74,11 @@ def _make_core_mesh(
     devices: Sequence[jax.Device], partitioner: object, **kwargs: Any
 ) -> ReplicaMesh:
     """Makes a mesh in which each core is a replica."""
-    if partitioner is None:
-        return ReplicaMesh(devices=default_device_order(devices), **kwargs)
-    shards = getattr(partitioner, "shards", None)
-    ordered, shards = group_devices(devices, shards)
-    return ReplicaMesh(devices=ordered, shards=shards, **kwargs)
+    blocks = [
+        np.array(part, dtype=object)[:, None]
+        for part in _split_slices(default_device_order(devices))
+    ]
+    return _make_block_mesh(blocks, partitioner, **kwargs)
 
 
 def make_abstract_mesh(
@@ -208,21 +208,19 @@ def _split_slices(devices: Iterable[jax.Device]) -> list[list[jax.Device]]:
     return [list(part) for _, part in itertools.groupby(ordered, get_slice)]
 
 
-def check_resolver(resolver: object) -> TPUClusterResolver | None:
+def check_resolver(resolver: Any) -> TPUClusterResolver | None:
     """Returns the argument `tpu_cluster_resolver` of a strategy, if valid.
 
     Raises:
       TypeError: if it is neither a `TPUClusterResolver` nor None.
     """
-    if resolver is None or isinstance(resolver, TPUClusterResolver):
-        return resolver
-    raise TypeError(
-        "`tpu_cluster_resolver` must be a TPUClusterResolver or None. "
-        f"Received: an object of type {type(resolver).__name__}. If another "
-        "resolver describes the cluster, omit `tpu_cluster_resolver` and call "
-        "`jax.distributed.initialize` with the values of that resolver, or use "
-        "`MultiWorkerMirroredStrategy`."
+    fix = (
+        "With another resolver, omit it and call `jax.distributed.initialize` "
+        "with that resolver's values, or use `MultiWorkerMirroredStrategy`."
     )
+    kind, what = TPUClusterResolver | None, "a TPUClusterResolver or None"
+    check_type("`tpu_cluster_resolver`", resolver, kind, what, fix)
+    return resolver
 
 
 def initialize_tpu_system(

@@ -9,40 +9,10 @@ blocks the aborting thread for six seconds. In this time the watchdog finds the
 cause and ends the process. If it finds none, the abort continues normally.
 """
 
-import contextlib
 import ctypes
 import faulthandler
 import os
-import pathlib
-import re
 import signal
-
-DELAY_S = int(signal.SIGABRT)
-"""The delay of an abort, in seconds."""
-
-
-_MASK = re.compile(r"^SigBlk:\s*([0-9a-f]+)$", re.ASCII | re.MULTILINE)
-_THREADS = pathlib.Path("/proc/self/task")
-_ABORT, _OTHER = (
-    1 << (number - 1) for number in (signal.SIGABRT, signal.SIGUSR1)
-)
-
-
-def is_aborting() -> bool:
-    """Returns whether a thread of this process is in a delayed abort.
-
-    While a signal handler runs, its signal is blocked in the handler's thread.
-    Linux shows this in `/proc`; on other systems the result is False. A thread
-    that also blocks other signals does not count: it is not aborting, but
-    blocks signals in general.
-    """
-    for thread in _THREADS.glob("*/status"):
-        with contextlib.suppress(OSError):  # The thread may have ended.
-            found = _MASK.search(thread.read_text(errors="replace"))
-            mask = int(found[1], 16) if found else 0
-            if mask & _ABORT and not mask & _OTHER:
-                return True
-    return False
 
 
 def install() -> bool:

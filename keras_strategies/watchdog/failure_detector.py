@@ -23,6 +23,12 @@ from keras_strategies.cluster.exchange.host_exchange import (
 )
 from keras_strategies.cluster.exchange.message_forms import load_form
 
+HOST = 0
+"""The process in which JAX's coordination service runs.
+
+It hosts the key-value store, and is never reported as silent, because without
+the store no heartbeats arrive."""
+
 COMPARING = (
     "the comparison of a value by JAX (as in `assign`, or for an optimizer "
     "that is built outside of a scope)"
@@ -128,14 +134,10 @@ class FailureDetector:
     Args:
       timeout_s: The maximum duration of a JAX program, and of a wait for other
         processes, in seconds.
-      host: The number of the process that hosts the key-value store. It is
-        never reported as silent, because without the store no heartbeats
-        arrive.
     """
 
-    def __init__(self, *, timeout_s: float, host: int = 0) -> None:
+    def __init__(self, *, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._host = host
         self._received: dict[int, _Received] = {}
         # Recorded by the first call of `all_live`: its argument `since`, and
         # the number of each process's last heartbeat.
@@ -188,7 +190,7 @@ class FailureDetector:
           now: The current time, in seconds.
         """
         heartbeats = self.heartbeats.items()
-        numbers = {p: h.number for p, h in heartbeats if p != self._host}
+        numbers = {p: h.number for p, h in heartbeats if p != HOST}
         if self._baseline is None or self._baseline[0] != since:
             if now > since + _ON_ITS_WAY_S:
                 self._baseline = since, numbers
@@ -205,7 +207,7 @@ class FailureDetector:
         return [
             process
             for process, received in sorted(self._received.items())
-            if now - received.at > _SILENT_S and process != self._host
+            if now - received.at > _SILENT_S and process != HOST
         ]
 
     def find(self, now: float) -> Cause | None:

@@ -15,14 +15,12 @@ from keras_strategies.cluster.exchange import kv_store
 from keras_strategies.cluster.exchange.exit_codes import Cause
 from keras_strategies.cluster.exchange.message_forms import load_form
 from keras_strategies.watchdog.failure_detector import (
+    HOST,
     FailureDetector,
     Heartbeat,
     make_death_cause,
 )
 from keras_strategies.watchdog.progress import ProgramRunner
-
-HOST = 0
-"""The process in which JAX's coordination service runs."""
 
 # Parts of the keys in the key-value store. They must be the same in all
 # processes.

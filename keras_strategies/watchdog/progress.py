@@ -159,7 +159,7 @@ class ProgramRunner:
             agreeing=agreeing,
             agreeing_s=agreeing_s,
             agrees_in_main=agrees_in_main,
-            where=locate_thread(self._main),
+            where=locate_frame(list_frames(self._main)),
             is_done=self.is_done,
             **self.measure_steps(),
         )
@@ -245,15 +245,6 @@ class _InFlight:
         if output is not None:
             with contextlib.suppress(RuntimeError):
                 output.block_until_ready()
-
-
-def locate_thread(thread: int | None) -> str:
-    """Returns a thread's position; see `locate_frame`.
-
-    Args:
-      thread: The thread's identifier.
-    """
-    return locate_frame(list_frames(thread))
 
 
 def _is_executing(frame: types.FrameType) -> bool:

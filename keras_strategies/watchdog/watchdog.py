@@ -18,12 +18,12 @@ from keras_strategies.cluster.exchange import host_exchange, kv_store
 from keras_strategies.cluster.exchange.exit_codes import Cause
 from keras_strategies.watchdog import abort_delay, exit_hooks
 from keras_strategies.watchdog.failure_detector import (
+    HOST,
     FailureDetector,
     Heartbeat,
     make_death_cause,
 )
 from keras_strategies.watchdog.heartbeat_thread import (
-    HOST,
     AwakeClock,
     HeartbeatThread,
 )
@@ -59,16 +59,6 @@ _LOST_S = 1.5
 # The delay of `end_soon`: long enough for the other processes to receive the
 # message about a failure while JAX's service still runs.
 _SOON_S = 0.6
-# The time after which JAX's service is reported as the cause of an abort, if no
-# process's death explains the abort.
-_FATAL_S = 3.0
-_FATAL = (
-    "JAX's coordination service has aborted the job for the reason in its log "
-    'above ("fatal errors"). If the log says that a process "unexpectedly '
-    'tried to connect", that process was restarted alone, or another program '
-    "connected in its place. Check which programs can reach process 0's port "
-    "(docs/clusters.md)"
-)
 # How long this process may continue after its failure, to run other threads
 # and users' `atexit` functions.
 _ENDING_S = 5.0
@@ -107,13 +97,8 @@ def start(timeout_s: float | None = None) -> ProgramRunner:
             # When this process joined the job, JAX installed a signal handler.
             reset_in_children()
         elif timeout_s is not None:
-            _watchdog.set_timeout(timeout_s)
+            _watchdog.detector.timeout_s = timeout_s
         return _watchdog.runner
-
-
-def is_running() -> bool:
-    """Returns whether this process has a watchdog."""
-    return _watchdog is not None
 
 
 def get_runner() -> ProgramRunner | None:
@@ -123,7 +108,7 @@ def get_runner() -> ProgramRunner | None:
 
 def get_heartbeats() -> dict[int, Heartbeat]:
     """Returns the latest heartbeats by process, in process 0; {} in others."""
-    return {} if _watchdog is None else _watchdog.heartbeats
+    return {} if _watchdog is None else _watchdog.detector.heartbeats
 
 
 class Watchdog:
@@ -140,11 +125,12 @@ class Watchdog:
         self.runner = ProgramRunner(num_processes)
         self._pipe = pipe
         self._clock = AwakeClock()
+        self.detector = FailureDetector(timeout_s=timeout_s)
         self._heartbeats = HeartbeatThread(
             self.process,
             num_processes,
             runner=self.runner,
-            detector=FailureDetector(timeout_s=timeout_s),
+            detector=self.detector,
             clock=self._clock,
         )
         self._cause: Cause | None = None
@@ -155,11 +141,6 @@ class Watchdog:
         self._thread = threading.Thread(
             target=self._run, name="keras_strategies watchdog", daemon=True
         )
-
-    @property
-    def heartbeats(self) -> dict[int, Heartbeat]:
-        """The latest heartbeats by process; see `get_heartbeats`."""
-        return self._heartbeats.detector.heartbeats
 
     def start(self) -> None:
         """Starts the watchdog's thread and the heartbeat thread."""
@@ -179,10 +160,6 @@ class Watchdog:
         self._stop.set()
         self._thread.join(1.0)
         _watchdog = None
-
-    def set_timeout(self, timeout_s: float) -> None:
-        """Replaces the timeout for JAX programs and for waits, in seconds."""
-        self._heartbeats.detector.timeout_s = timeout_s
 
     def explain(self) -> None:
         """Waits until it is clear whether another process caused an error here.
@@ -314,14 +291,4 @@ class Watchdog:
                 "JAX's coordination service, which it hosts, has not answered "
                 f"for {HEARTBEAT_S} s",
             )
-        if hung_s > _FATAL_S and abort_delay.is_aborting():
-            if self.process != HOST and not kv_store.is_speaking():
-                # JAX noticed the host's failure before `HEARTBEAT_S` had passed
-                # in this process.
-                return make_death_cause(
-                    [HOST],
-                    "JAX's coordination service, which it "
-                    "hosts, does not answer",
-                )
-            return Cause(text=_FATAL)
         return None

@@ -69,7 +69,6 @@ def client_calls():
     ]
     told["empty"] = client.key_value_dir_get("no such directory/")
     told["is_reachable"] = kv_store.is_reachable()
-    told["is_speaking"] = kv_store.is_speaking()
     client.key_value_set(f"heard/{me}", "")
     client.blocking_key_value_get(f"heard/{1 - me}", 60_000)
     client.key_value_delete(f"contract/{me}")
@@ -122,7 +121,6 @@ def test_the_key_value_client_and_what_it_forgets():
         assert told["directory"] == ["changed"]
         assert told["empty"] == []
         assert told["is_reachable"]
-        assert told["is_speaking"]
         assert count <= 2 * (host_exchange._NUM_KEPT + 2)
         assert "Received: call 0 (process 0), call 1 (process 1)" in error
 

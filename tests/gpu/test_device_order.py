@@ -6,11 +6,9 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.gpu.topology_devices import make_gpu_devices
-from keras_strategies.tpu.device_groups import (
-    default_device_order,
-    group_devices,
-)
+from keras_strategies.tpu.device_groups import default_device_order
 from keras_strategies.tpu.topology import Topology
+from tests.support.slices import group_devices
 
 
 @dataclasses.dataclass(frozen=True)

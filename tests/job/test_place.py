@@ -27,10 +27,9 @@ TORCHRUN = {"WORLD_SIZE": "8", "RANK": "3", "MASTER_ADDR": "a"}
     ],
 )
 def test_a_job_of_several_is_found(environ, count, fix):
-    job = find_unjoined_job(environ)
-    assert job is not None
-    assert job.count == count
-    assert fix in job.fix
+    launcher, found = find_unjoined_job(environ)
+    assert found == count
+    assert fix in (launcher.argument or launcher.use)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 
+import keras_strategies as ks
+from keras_strategies.tpu.replica_meshes import make_abstract_mesh
+
 
 @dataclasses.dataclass(frozen=True)
 class Tpu:
@@ -64,3 +67,10 @@ def coordinates(mesh_shape, host=(2, 2, 1)) -> Any:
     places = [(*d.coords, d.core_on_chip) for d in devices]
     num_tasks = devices[-1].process_index + 1
     return np.array(places).reshape(num_tasks, -1, 4)
+
+
+def group_devices(devices, shards):
+    """The devices of a mesh that shards variables, and its groups' size."""
+    partitioner = ks.experimental.FullySharded(shards)
+    mesh = make_abstract_mesh(devices, None, partitioner)
+    return mesh.devices, mesh.shards

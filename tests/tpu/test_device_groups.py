@@ -5,11 +5,8 @@ import itertools
 import jax
 import pytest
 
-from keras_strategies.tpu.device_groups import (
-    default_device_order,
-    group_devices,
-)
-from tests.support.slices import Tpu, make_slice
+from keras_strategies.tpu.device_groups import default_device_order
+from tests.support.slices import Tpu, group_devices, make_slice
 
 pytestmark = pytest.mark.quick
 

@@ -13,7 +13,7 @@ from keras_strategies.tpu import device_groups
 from keras_strategies.tpu.device_assignment import replica_mesh_devices
 from keras_strategies.tpu.device_groups import make_tpu_devices
 from keras_strategies.tpu.experimental import DeviceAssignment, Topology
-from tests.support.slices import make_slice
+from tests.support.slices import group_devices, make_slice
 
 pytestmark = pytest.mark.tpu
 
@@ -118,7 +118,7 @@ def test_collectives_of_groups_are_the_same_in_any_order(name, shards):
         )
         return jax.jit(mapped).lower(*arguments).compile().as_text()
 
-    ordered, _ = device_groups.group_devices(make_tpu_devices(name), shards)
+    ordered, _ = group_devices(make_tpu_devices(name), shards)
     groups = np.array(ordered).reshape(-1, shards)
     shuffled = np.random.default_rng(0).permutation(shards)
     texts = {compile_for(order) for order in (groups, groups[:, shuffled])}

@@ -42,4 +42,4 @@ def test_whoever_knows_the_cause_ends_the_process_first(flags):
 def test_an_abort_that_nobody_explains_goes_on():
     code, seconds, _ = run(60)
     assert code == -signal.SIGABRT
-    assert abort_delay.DELAY_S <= seconds < abort_delay.DELAY_S + 10
+    assert signal.SIGABRT <= seconds < signal.SIGABRT + 10

@@ -59,36 +59,15 @@ def is_reachable() -> bool:
     service's process has ended. If that process is only stopped, or the
     network is slow, the result is True.
     """
-    address = _get_address()
+    from jax._src import distributed
+
+    address = distributed.global_state.coordinator_address
     if address is None:
         return True
     try:
-        with socket.create_connection(address, timeout=_PROBE_S):
+        with socket.create_connection(split_address(address), timeout=_PROBE_S):
             return True
     except ConnectionRefusedError:
         return False
     except OSError:
         return True
-
-
-def is_speaking() -> bool:
-    """Returns whether the coordination service responds to a connection.
-
-    If its process is stopped, the kernel still accepts connections. But only a
-    running gRPC server sends bytes as soon as a client has connected.
-    """
-    address = _get_address()
-    if address is None:
-        return True
-    try:
-        with socket.create_connection(address, timeout=_PROBE_S) as connection:
-            return bool(connection.recv(1))
-    except OSError:
-        return False
-
-
-def _get_address() -> tuple[str, int] | None:
-    from jax._src import distributed
-
-    address = distributed.global_state.coordinator_address
-    return None if address is None else split_address(address)
