@@ -126,7 +126,8 @@ def test_a_stranger_takes_a_process_place_in_jaxs_service(tmp_path):
     told = {"case": "stranger", "process": 1, "kind": "loop"}
     results = run_job(tmp_path, told)
     for ended in results:
-        assert ended.code == -signal.SIGABRT, ended.output
+        # The process that hosts the service may abort first.
+        assert ended.code in (71, -signal.SIGABRT), ended.output
         assert "unexpectedly tried to connect" in ended.output
         assert ended.seconds < DETECTION_S
 
