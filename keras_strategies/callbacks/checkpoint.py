@@ -14,7 +14,6 @@ from keras_strategies.fit.callbacks.resumable_fit import (
     CheckpointCallback,
     FitState,
 )
-from keras_strategies.job import progress_pipe
 from keras_strategies.names.phases import SAVE, Phase
 from keras_strategies.watchdog import watchdog
 from keras_strategies.watchdog.preemption import PreemptionNotice
@@ -184,7 +183,6 @@ class Checkpoint(CheckpointCallback):
 
     def after_batch(self, loop: FitState) -> None:
         """Saves if a save is due, or if SIGTERM asks the process to exit."""
-        progress_pipe.report("step", loop.num_steps)
         every = self._every_steps
         is_due = every is not None and self._is_due(loop.num_steps, every)
         if self._clock is not None and self._clock.is_due(loop.num_steps):

@@ -40,7 +40,7 @@ from keras_strategies.checkpoint.orbax_io import (
 from keras_strategies.cluster.exchange.greetings import clean_text
 from keras_strategies.cluster.exchange.message_forms import Either, Form
 from keras_strategies.cluster.exchange.rounds import Rounds
-from keras_strategies.job import compilation_cache, progress_pipe
+from keras_strategies.job import compilation_cache
 from keras_strategies.names import dry_run
 
 _logger = logging.getLogger(__name__)
@@ -103,7 +103,6 @@ class Storage:
         self._get_checkpointer()  # Importing Orbax must not delay a save.
         wait_at_exit(self)
         compilation_cache.enable(warns=self.is_chief)
-        progress_pipe.report("directory")
 
     def _acquire(self) -> None:
         from keras_strategies.checkpoint.directory.lock import DirectoryLock
@@ -201,7 +200,6 @@ class Storage:
             with contextlib.suppress(DamagedCheckpoint):
                 self._good[step] = verify.verify(self.path(step), is_quick=True)
         if (newest := max(self._good, default=None)) is not None:
-            progress_pipe.report("checkpoint", newest)
             started = self._good[newest].facts.get("started")
             if isinstance(started, float):
                 self._started = started
@@ -250,7 +248,6 @@ class Storage:
         import orbax.checkpoint as ocp
 
         self.wait()
-        progress_pipe.report("step", step)
         if self._lock is not None:
             self._lock.renew()
         if self.is_chief:
@@ -293,9 +290,7 @@ class Storage:
             self._get_checkpointer().wait_until_finished()
             if not self.is_chief:
                 return
-            manifest = complete_save(self.directory, step, facts)
-            self._good[step] = manifest
-            progress_pipe.report("checkpoint", step)
+            self._good[step] = complete_save(self.directory, step, facts)
             for old in find_deletable(self._good.values(), self._keep):
                 delete(self.directory, old)
                 del self._good[old]

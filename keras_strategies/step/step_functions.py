@@ -12,7 +12,6 @@ import numpy as np
 
 from keras_strategies._types import Batch, Tree
 from keras_strategies.fit.inputs import feed
-from keras_strategies.job.progress_pipe import report_training
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.ported_code import (
     check_step_signature,
@@ -76,7 +75,6 @@ class Trained:
 
     def add(self, execution: Execution) -> None:
         """Adds the steps and rows of one call of a train function."""
-        report_training()
         for segment in execution.segments:
             self.steps += segment.steps
             self.rows += segment.steps * segment.rows

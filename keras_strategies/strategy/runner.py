@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from keras_strategies._types import Leaf, Tree
-from keras_strategies.job.progress_pipe import report_training
 from keras_strategies.keras_bridge.ported_code import explaining_errors
 from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.names import dry_run
@@ -104,7 +103,6 @@ class Runner:
         programs = self._programs.get(key, [])
         program = next((p for p in programs if p.is_current), None)
         if program is None:
-            report_training()
             program = self._make_program(call, arguments)
             self._programs[key] = [program, *programs[: _MAX_FLAGS - 1]]
             self._count_compilation(call.fn)

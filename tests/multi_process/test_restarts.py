@@ -30,8 +30,7 @@ def test_a_killed_job_ends_with_the_same_weights(tmp_path, count):
         assert kill(job, lambda pids: pids[-1])
     finally:
         found, log = finish(job, tmp_path / "killed")
-    assert "was killed by SIGKILL after step " in log
-    assert "restart 1 of 2 in 1 s, from the checkpoint of step " in log
+    assert "was killed by SIGKILL; restart 1 of 2 in 1 s." in log
     assert "Resuming from step" not in log  # verbose=0
     np.testing.assert_array_equal(found, expected)
     assert count_steps(tmp_path / "killed") > count_steps(tmp_path / "whole")
@@ -44,13 +43,11 @@ def test_twenty_kills_at_random_times(tmp_path):
     expected, _ = finish(whole, tmp_path / "whole")
     job = launch(tmp_path / "killed", 3, "--max-restarts", "40", epochs=60)
     chance = random.Random(5)
-    killed = at_start = 0
+    killed = 0
     try:
         while killed < 20 and job.poll() is None:
-            # One in five at the start, which takes some seconds; never three
-            # in a row, which end the job.
-            at_start = (at_start + 1) * (chance.random() < 0.2)
-            if at_start % 3:
+            # One in five at the start, which takes some seconds.
+            if chance.random() < 0.2:
                 time.sleep(chance.uniform(0, 15))
             else:
                 more = count_steps(tmp_path / "killed") + chance.randint(1, 45)

@@ -4,11 +4,12 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
-from keras_strategies.cli.launch.local_job import JobEnd, run_job
-from keras_strategies.cli.launch.restarts import run_with_restarts
+from keras_strategies.cli.launch.local_job import JobEnd, print_line, run_job
 from keras_strategies.cluster.addresses import find_free_ports, shorten
+from keras_strategies.cluster.checks import check_number
 from keras_strategies.cluster.exchange import job_secret
 from keras_strategies.gpu.xla_flags import XLA_FLAGS, read_flags
 from keras_strategies.job import compilation_cache
@@ -17,16 +18,15 @@ from keras_strategies.job.local_gpus import (
     LOCAL_IDS,
     VISIBLE,
     count_visible_gpus,
-    parse_gpus,
     share_gpus,
     uses_gpus,
 )
-from keras_strategies.job.progress_pipe import Progress
 
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _HOST = "127.0.0.1"
 _WRONG_ARGUMENTS = 2
 _MAX_PROCESSES = 4096
+_WAIT_S = 1.0
 
 
 def launch(
@@ -54,8 +54,8 @@ def launch(
       platform: The value of JAX_PLATFORMS in the processes.
       has_evaluator: Whether to start one more process, an evaluator outside
         the cluster. The first process of the cluster is then a "chief".
-      max_restarts: How often to start the job again, from its last checkpoint,
-        after a process has failed; see `RestartRules`.
+      max_restarts: How often to start the job again after a process has
+        failed.
 
     Returns:
       The exit code: 0 on success, 130 after Ctrl-C, 2 for invalid arguments.
@@ -63,14 +63,13 @@ def launch(
       128 + n if signal n killed that process.
     """
     command = list(command[1:] if command[:1] == ["--"] else command)
-    problem = (
-        find_problem(command, num_processes, devices_per_process, platform)
-        or find_gpu_problem(os.environ, platform, num_processes + has_evaluator)
-        or _find_flags_problem(os.environ)
-        or _find_restart_problem(max_restarts)
-    )
-    if problem:
-        print(f"keras-strategies launch: {problem}", file=sys.stderr)
+    numbers = num_processes, devices_per_process
+    try:
+        _check_arguments(command, *numbers, platform, max_restarts)
+        check_gpus(os.environ, platform, num_processes + has_evaluator)
+        read_flags(os.environ)
+    except ValueError as error:
+        print(f"keras-strategies launch: {error}", file=sys.stderr)
         return _WRONG_ARGUMENTS
     words = [sys.executable, "-u", *(["-m"] if is_module else []), *command]
     # A secret that is generated for this job lets the processes authenticate
@@ -78,7 +77,7 @@ def launch(
     environ = {job_secret.VARIABLE: job_secret.make()} | os.environ
     names = make_task_names(num_processes, has_evaluator=has_evaluator)
 
-    def run(progress: Progress) -> JobEnd:
+    def run() -> JobEnd:
         settings: dict[str, str] = {}
         if max_restarts:  # The process that saves checkpoints warns.
             settings = compilation_cache.make_settings(environ, warns=False)
@@ -89,63 +88,66 @@ def launch(
             num_devices=devices_per_process or 1,
             platform=platform,
         )
-        environments = assign_gpus(
-            environments, platform, has_evaluator=has_evaluator
-        )
-        return run_job(words, environments, names, progress)
+        if has_evaluator:
+            split_gpus(environments, platform)
+        return run_job(words, environments, names)
 
     return run_with_restarts(run, max_restarts=max_restarts)
 
 
-def find_problem(
+def run_with_restarts(run: Callable[[], JobEnd], *, max_restarts: int) -> int:
+    """Runs a job, and starts it again if it fails.
+
+    Args:
+      run: A function that runs the job once.
+      max_restarts: The largest number of restarts.
+
+    Returns:
+      The exit code of the job's last run.
+    """
+    for number in range(1, max_restarts + 1):
+        end = run()
+        if end.is_final:
+            break
+        restart = f"restart {number} of {max_restarts} in {_WAIT_S:.0f} s"
+        print_line(f"{end.text}; {restart}.")
+        time.sleep(_WAIT_S)
+    else:
+        end = run()
+    if end.text:
+        print_line(f"{end.text}; the job has ended.")
+    return end.code
+
+
+def _check_arguments(
     command: Sequence[str],
     num_processes: int,
     devices_per_process: int | None,
     platform: str,
-) -> str:
-    """Returns what is wrong with the arguments and what to do, or ""."""
+    max_restarts: int,
+) -> None:
+    """Raises ValueError for arguments that no job can have."""
     if os.name != "posix":
-        return (
+        raise ValueError(
             "this command runs only on Linux and macOS. On this system, start "
             "each process yourself."
         )
-    if not 1 <= num_processes <= _MAX_PROCESSES:
-        return (
-            f"--processes must be from 1 to {_MAX_PROCESSES}. Received: "
-            f"{num_processes}. Pass, for example, --processes 2."
-        )
-    if devices_per_process is not None and devices_per_process < 1:
-        return (
-            "--devices-per-process must be 1 or more. Received: "
-            f"{devices_per_process}. Omit it for one device per process."
-        )
+    name, fix = "--processes", "Pass, for example, --processes 2."
+    check_number(name, num_processes, fix, minimum=1, maximum=_MAX_PROCESSES)
+    name, fix = "--devices-per-process", "Omit it for one device per process."
+    check_number(name, devices_per_process, fix, minimum=1)
+    name, fix = "--max-restarts", "Pass, for example, --max-restarts 5."
+    check_number(name, max_restarts, fix, minimum=0)
     if devices_per_process is not None and platform != "cpu":
-        return (
+        raise ValueError(
             "--devices-per-process can only be used on the CPU. "
             f"Received: --platform {platform}. Omit one of the two options."
         )
     if not command:
-        return (
+        raise ValueError(
             "a script or a module is missing. Specify what the processes run, "
             "for example `keras-strategies launch --processes 2 train.py`."
         )
-    return ""
-
-
-def _find_restart_problem(max_restarts: int) -> str:
-    if max_restarts >= 0:
-        return ""
-    return (
-        f"--max-restarts must be 0 or more. Received: {max_restarts}. Pass, "
-        "for example, --max-restarts 5."
-    )
-
-
-def _find_flags_problem(environ: Mapping[str, str]) -> str:
-    try:
-        return read_flags(environ) and ""
-    except ValueError as error:
-        return str(error)
 
 
 def make_task_names(num_processes: int, *, has_evaluator: bool) -> list[str]:
@@ -197,13 +199,13 @@ def make_environments(
 _JAX_PLATFORMS = "JAX_PLATFORMS"
 
 
-def find_gpu_problem(
+def check_gpus(
     environ: Mapping[str, str],
     platform: str,
     num_processes: int,
     dev: pathlib.Path = DEV,
-) -> str:
-    """Returns why the processes cannot use GPUs and what to do, or "".
+) -> None:
+    """Raises ValueError if the processes cannot use GPUs.
 
     Args:
       environ: The environment variables of the launcher.
@@ -212,70 +214,51 @@ def find_gpu_problem(
       dev: The directory of device files; tests replace it.
     """
     if not uses_gpus(environ, platform, dev):
-        return ""
+        return
     platforms = environ.get(_JAX_PLATFORMS, "").lower()
     has_gpus = not platforms or {"cuda", "gpu"} & set(platforms.split(","))
     if not has_gpus or count_visible_gpus(environ, dev) == 0:
         name = VISIBLE if has_gpus else _JAX_PLATFORMS
         value = environ.get(VISIBLE, "") if has_gpus else platforms
-        return (
+        raise ValueError(
             f"--platform {platform} needs GPUs, but {name}={shorten(value)} "
             f"hides them. Unset {name}, or omit --platform."
         )
-    try:
-        if num_processes > 1:
-            _choose_gpus(environ, 1, num_processes, dev)
-    except ValueError as error:
-        return str(error)
-    return ""
+    if num_processes > 1 and environ.get(LOCAL_IDS):
+        raise ValueError(
+            f"{LOCAL_IDS} must be unset, because it would give all processes "
+            f"the same GPUs. Received: {shorten(environ[LOCAL_IDS])}. Set "
+            f"{VISIBLE} instead."
+        )
+    if num_processes > 1:
+        visible = count_visible_gpus(environ, dev)
+        share_gpus(1, num_processes, visible, environ)
 
 
-def assign_gpus(
+def split_gpus(
     environments: Sequence[dict[str, str]],
     platform: str,
-    *,
-    has_evaluator: bool,
     dev: pathlib.Path = DEV,
-) -> list[dict[str, str]]:
-    """Adds variables for the GPUs of each process to its environment.
+) -> None:
+    """Hides the evaluator's GPUs from the cluster, and the others from it.
 
-    Several processes take different GPUs. A process of the cluster still sees
-    all GPUs, because NCCL connects those that see each other. The evaluator,
-    which has no connections, sees its own only.
+    The processes of the cluster share their GPUs when they join it, and still
+    see all of them, because NCCL connects those that see each other.
 
     Args:
-      environments: The environment variables of each process.
+      environments: The environment variables of each process, which change. The
+        last process is the evaluator.
       platform: The value of `--platform`.
-      has_evaluator: Whether the last process is an evaluator.
       dev: The directory of device files; tests replace it.
     """
-    count = len(environments)
-    if count == 1 or not uses_gpus(environments[0], platform, dev):
-        return list(environments)
-    assigned = [
-        environ | {LOCAL_IDS: ",".join(_choose_gpus(environ, i, count, dev))}
-        for i, environ in enumerate(environments)
-    ]
-    if has_evaluator:
-        gpus = assigned[-1].pop(LOCAL_IDS).split(",")
-        visible = assigned[-1].get(VISIBLE)
-        if visible is not None:
-            names = visible.split(",")
-            gpus = [names[int(gpu)].strip() for gpu in gpus]
-        assigned[-1][VISIBLE] = ",".join(gpus)
-    return assigned
-
-
-def _choose_gpus(
-    environ: Mapping[str, str], index: int, count: int, dev: pathlib.Path
-) -> list[str]:
-    """Returns the GPUs of one of `count` processes.
-
-    If the user has chosen GPUs with JAX_LOCAL_DEVICE_IDS, these are shared.
-    """
-    if environ.get(LOCAL_IDS):
-        pool = parse_gpus(environ[LOCAL_IDS])
-        shared = share_gpus(index, count, len(pool), environ)
-        return [str(pool[gpu]) for gpu in shared]
-    visible = count_visible_gpus(environ, dev)
-    return list(map(str, share_gpus(index, count, visible, environ)))
+    environ, count = environments[0], len(environments)
+    if not uses_gpus(environ, platform, dev):
+        return
+    visible = count_visible_gpus(environ, dev) or count
+    names = list(map(str, range(visible)))
+    if VISIBLE in environ:
+        names = environ[VISIBLE].split(",")[:visible]
+    first = visible - visible // count
+    for environ in environments[:-1]:
+        environ[VISIBLE] = ",".join(names[:first])
+    environments[-1][VISIBLE] = ",".join(names[first:])

@@ -17,7 +17,6 @@ from types import FrameType
 
 from keras_strategies.cli.launch.local_process import Child, Output
 from keras_strategies.cluster.exchange.exit_codes import ExitCode
-from keras_strategies.job.progress_pipe import Progress
 
 # Exit codes which show that a process ended by itself, even if the launcher had
 # also sent it a signal.
@@ -87,12 +86,6 @@ class Ending:
             return 2
         return 1 if self.code == ExitCode.PEER_FAILED else 0
 
-    @property
-    def is_error(self) -> bool:
-        """Whether the process ended by itself, with the code of an error."""
-        code = self.code
-        return self.rank == 0 and code > 0 and code != ExitCode.STALLED
-
     def describe(self) -> str:
         """Returns a description, such as "process 1 was killed by SIGKILL"."""
         name = self.name or f"process {self.process}"
@@ -110,15 +103,12 @@ class JobEnd:
     Attributes:
       code: The exit code for the launcher.
       text: Why the job ended, without a period; "" on success.
-      cause: The end of the process that caused the job's end; None if no
-        process failed.
       is_final: Whether the launcher was asked to end the job, or can no longer
         write its output.
     """
 
     code: int
     text: str = ""
-    cause: Ending | None = None
     is_final: bool = False
 
 
@@ -126,7 +116,6 @@ def run_job(
     words: Sequence[str],
     environments: Sequence[Mapping[str, str]],
     names: Sequence[str],
-    progress: Progress,
 ) -> JobEnd:
     """Runs one command in several processes until all have ended.
 
@@ -139,9 +128,8 @@ def run_job(
         process is the chief.
       names: The prefix for the output lines of each process. The chief's lines
         get no prefix.
-      progress: The record that the processes' reports are added to.
     """
-    return _Job(names, progress).run(words, environments)
+    return _Job(names).run(words, environments)
 
 
 def print_line(text: str) -> None:
@@ -175,9 +163,8 @@ def describe_exit(code: int) -> str:
 
 
 class _Job:
-    def __init__(self, names: Sequence[str], progress: Progress) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._progress = progress
         self._children: list[Child] = []
         self._endings: list[Ending] = []
         # The signals sent to each process.
@@ -211,7 +198,7 @@ class _Job:
         problem = ""
         try:
             for index, environ in enumerate(environments):
-                out = self._output, self._names[index], self._progress
+                out = self._output, self._names[index]
                 self._children.append(Child(index, words, environ, *out))
         except OSError as error:
             problem = (
@@ -254,8 +241,6 @@ class _Job:
 
     def _collect_events(self) -> None:
         """Handles the processes that ended and the signals that arrived."""
-        for child in self._children:
-            child.read_reports()
         endings = [
             self._describe_ending(child)
             for child in self._find_running()
@@ -359,6 +344,5 @@ class _Job:
         return JobEnd(
             code=cause.code if cause.code > 0 else 128 - cause.code,
             text=_ENDS.get(cause.code) or cause.describe(),
-            cause=cause,
             is_final=self._is_told_to_end or self._output.error is not None,
         )

@@ -11,11 +11,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
-from keras_strategies.job.progress_pipe import (
-    PROGRESS_PIPE,
-    Progress,
-    ProgressReader,
-)
 from keras_strategies.watchdog.launcher_pipe import LAUNCHER_FD
 
 _CHUNK = 65536
@@ -72,7 +67,6 @@ class Child:
       environ: The environment variables.
       output: The `Output` to which its lines are written.
       name: The prefix for its lines; not used for the chief.
-      progress: The record that the process's reports are added to.
     """
 
     def __init__(
@@ -82,7 +76,6 @@ class Child:
         environ: Mapping[str, str],
         output: Output,
         name: str,
-        progress: Progress,
     ) -> None:
         self.index = index
         self.name = name
@@ -90,22 +83,14 @@ class Child:
         self._output = output
         watched, self._news = os.pipe()
         os.set_blocking(self._news, False)
-        self._reports = ProgressReader(progress)
-        fds = (watched, self._reports.fd)
-        environ = {
-            **environ,
-            LAUNCHER_FD: str(watched),
-            PROGRESS_PIPE: self._reports.variable,
-        }
+        environ = {**environ, LAUNCHER_FD: str(watched)}
         try:
-            self._process = _start(words, environ, fds, is_chief=index == 0)
+            self._process = _start(words, environ, watched, is_chief=index == 0)
         except BaseException:
             os.close(self._news)
-            self._reports.close()
             raise
         finally:
-            for fd in fds:
-                os.close(fd)
+            os.close(watched)
         self._threads: list[threading.Thread] = []
 
     @property
@@ -141,10 +126,6 @@ class Child:
                 has_exited = result.si_code == os.CLD_EXITED
                 self.code = result.si_status * (1 if has_exited else -1)
         return self.code
-
-    def read_reports(self) -> None:
-        """Records the progress that the process has reported."""
-        self._reports.read()
 
     def send(self, number: int) -> None:
         """Sends a signal if the process is still running.
@@ -182,7 +163,6 @@ class Child:
                 before = self._output.num_lines
                 thread.join(timeout_s)
         os.close(self._news)
-        self._reports.close()
 
     def _pump(self, stream: BinaryIO, file: int) -> None:
         rest = b""
@@ -207,7 +187,7 @@ class Child:
 def _start(
     words: Sequence[str],
     environ: Mapping[str, str],
-    fds: Sequence[int],
+    watched: int,
     *,
     is_chief: bool,
 ) -> subprocess.Popen[bytes]:
@@ -224,7 +204,7 @@ def _start(
         stdout=stdout,
         stderr=stderr,
         bufsize=0,
-        pass_fds=fds,
+        pass_fds=[watched],
         process_group=0,
         preexec_fn=_make_preexec(os.getpid()),
     )

@@ -1,32 +1,47 @@
 """The GPUs of launched processes; no process uses one."""
 
+import re
+
 import pytest
 
 from keras_strategies.cli.launch.launch import (
-    assign_gpus,
-    find_gpu_problem,
+    check_gpus,
     make_environments,
     make_task_names,
+    split_gpus,
 )
+from keras_strategies.cluster.resolvers.tf_config_resolver import (
+    TFConfigClusterResolver,
+)
+from keras_strategies.cluster.tasks import task_info
+from keras_strategies.job.local_gpus import choose_gpus
 from tests.cli.launch.test_launch import run, script_in
 
-ADDRESSES = ["127.0.0.1:1", "127.0.0.1:2"]
+LOOPBACK = ["127.0.0.1:1", "127.0.0.1:2"]
 
 
 def assign(environ, dev, *, has_evaluator=False, platform="cuda", count=2):
+    """The GPUs that each process takes, and those that it sees."""
     environments = make_environments(
         environ,
         make_task_names(count, has_evaluator=has_evaluator),
-        ADDRESSES[:count],
+        LOOPBACK[:count],
         num_devices=1,
         platform=platform,
     )
-    names = ("JAX_LOCAL_DEVICE_IDS", "CUDA_VISIBLE_DEVICES")
+    if has_evaluator:
+        split_gpus(environments, platform, dev)
     return [
-        tuple(environment.get(name) for name in names)
-        for environment in assign_gpus(
-            environments, platform, has_evaluator=has_evaluator, dev=dev
+        (
+            choose_gpus(
+                task_info(TFConfigClusterResolver(environ=environment)),
+                environment,
+                platforms=platform,
+                dev=dev,
+            ),
+            environment.get("CUDA_VISIBLE_DEVICES"),
         )
+        for environment in environments
     ]
 
 
@@ -41,28 +56,28 @@ def dev(tmp_path):
 @pytest.mark.parametrize(
     ("environ", "options", "expected"),
     [
-        ({}, {}, [("0,1,2", None), ("3,4,5", None)]),
+        ({}, {}, [((0, 1, 2), None), ((3, 4, 5), None)]),
         (
             {"CUDA_VISIBLE_DEVICES": "4,5"},
             {},
-            [("0", "4,5"), ("1", "4,5")],
-        ),
-        (
-            {"JAX_LOCAL_DEVICE_IDS": "5,3"},
-            {},
-            [("5", None), ("3", None)],
+            [((0,), "4,5"), ((1,), "4,5")],
         ),
         (
             {},
             {"has_evaluator": True},
-            [("0,1", None), ("2,3", None), (None, "4,5")],
+            [((0, 1), "0,1,2,3"), ((2, 3), "0,1,2,3"), ((), "4,5")],
         ),
         (
             {"CUDA_VISIBLE_DEVICES": "5,GPU-b,1"},
             {"has_evaluator": True},
-            [("0", "5,GPU-b,1"), ("1", "5,GPU-b,1"), (None, "1")],
+            [((0,), "5,GPU-b"), ((1,), "5,GPU-b"), ((), "1")],
         ),
-        ({}, {"count": 1}, [(None, None)]),
+        (
+            {},
+            {"has_evaluator": True, "count": 1},
+            [((), "0,1,2"), ((), "3,4,5")],
+        ),
+        ({}, {"count": 1}, [((), None)]),
         ({}, {"platform": "cpu"}, [(None, None)] * 2),
         ({}, {"platform": "tpu"}, [(None, None)] * 2),
     ],
@@ -81,8 +96,7 @@ def test_processes_take_different_gpus(dev, environ, options, expected):
         ({"CUDA_VISIBLE_DEVICES": ""}, "cuda", 1, "CUDA_VISIBLE_DEVICES='' h"),
         ({"JAX_PLATFORMS": "cpu"}, "cuda", 1, "JAX_PLATFORMS='cpu' hides"),
         ({"JAX_PLATFORMS": "tpu,cpu"}, "gpu", 1, "omit --platform."),
-        ({"JAX_LOCAL_DEVICE_IDS": "1"}, "cuda", 2, "must not share a GPU"),
-        ({"JAX_LOCAL_DEVICE_IDS": "x"}, "cuda", 2, "JAX_LOCAL_DEVICE_IDS mu"),
+        ({"JAX_LOCAL_DEVICE_IDS": "1"}, "cuda", 2, "JAX_LOCAL_DEVICE_IDS mu"),
         ({"JAX_PLATFORMS": "cpu,cuda"}, "cuda", 6, ""),
         ({"JAX_PLATFORMS": "cpu"}, "cpu", 2, ""),
         ({"CUDA_VISIBLE_DEVICES": "0"}, "cpu", 2, ""),
@@ -92,10 +106,12 @@ def test_processes_take_different_gpus(dev, environ, options, expected):
 def test_problems_are_found_before_a_process_starts(
     dev, environ, platform, count, text
 ):
-    problem = find_gpu_problem(environ, platform, count, dev)
-    assert text in problem
-    assert bool(problem) == bool(text)
-    assert "\n" not in problem
+    if not text:
+        check_gpus(environ, platform, count, dev)
+        return
+    with pytest.raises(ValueError, match=re.escape(text)) as raised:
+        check_gpus(environ, platform, count, dev)
+    assert "\n" not in str(raised.value)
 
 
 def test_hidden_gpus_are_one_line(tmp_path):
@@ -112,7 +128,7 @@ def test_launched_processes_have_their_gpus(tmp_path):
         tmp_path,
         """
 import os
-names = ("JAX_PLATFORMS", "JAX_LOCAL_DEVICE_IDS", "CUDA_VISIBLE_DEVICES")
+names = ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
 print(*map(os.environ.get, names))
 """,
     )
@@ -121,7 +137,7 @@ print(*map(os.environ.get, names))
     out, err, code = run(*words, environ=environ)
     assert code == 0, err
     assert sorted(out) == [
-        "[evaluator] cuda None 9",
-        "[worker 0] cuda 1 7,8,9",
-        "cuda 0 7,8,9",
+        "[evaluator] cuda 9",
+        "[worker 0] cuda 7,8",
+        "cuda 7,8",
     ]
