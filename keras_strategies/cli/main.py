@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 import keras_strategies
 from keras_strategies.cli import plan_command
@@ -85,8 +84,8 @@ _LAUNCH_OPTIONS: tuple[Option, ...] = (
     ),
     (
         "--max-restarts",
-        "how often to start the job again, from its last checkpoint, after a "
-        "process has failed; default: 0",
+        "how often to start the job again after a process has failed, so that "
+        "the script resumes from its checkpoint; default: 0",
         {"type": int, "default": 0, "metavar": "N"},
     ),
     (
@@ -124,6 +123,8 @@ _CHECKPOINTS_OPTIONS: tuple[Option, ...] = (
         "`ks.callbacks.Checkpoint`, or the `model_dir` of an Estimator",
         {"metavar": "DIR"},
     ),
+    ("--quick", "compare only names and sizes, not checksums", FLAG),
+    JSON,
 )
 _REPORT_OPTIONS: tuple[Option, ...] = (
     (
@@ -131,17 +132,13 @@ _REPORT_OPTIONS: tuple[Option, ...] = (
         "a run's directory, which contains run_report.json",
         {"metavar": "DIR", "nargs": "+"},
     ),
+    JSON,
 )
 _MIGRATE_OPTIONS: tuple[Option, ...] = (
     (
         "paths",
         "a Python file, a notebook, or a directory with such files",
         {"metavar": "PATH", "nargs": "+"},
-    ),
-    (
-        "--report",
-        "also write the report to a file, as a table in Markdown",
-        {"metavar": "FILE", "dest": "report_file"},
     ),
 )
 _MIGRATE_MODES: tuple[Option, ...] = (
@@ -150,10 +147,6 @@ _MIGRATE_MODES: tuple[Option, ...] = (
 )
 # The modules of commands that have no directory in `cli`.
 _OTHER_MODULES = {"report": "cli.report_command", "migrate": "migrate.command"}
-_HOW_TO_VERIFY: tuple[Option, ...] = (
-    ("--verify", "also compare checksums (the default)", FLAG),
-    ("--quick", "compare only names and sizes", FLAG),
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -177,12 +170,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _make_parser()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["plan"]:
-        options = plan_command.parse_options(parser, words)
-    else:
-        options, unknown = parser.parse_known_args(words)
-        if unknown:
-            _refuse_unknown(getattr(options, "parser", parser), unknown)
+    is_plan = words[:1] == ["plan"]
+    end = words.index("--") if is_plan and "--" in words else len(words)
+    options, unknown = parser.parse_known_args(words[:end])
+    if unknown:
+        text = f"unrecognized arguments: {' '.join(unknown)}"
+        text += ". The script's arguments must come after --" * is_plan
+        getattr(options, "parser", parser).error(text)
+    if is_plan:
+        options.arguments = words[end + 1 :]
     try:
         status = _run(parser, options)
         sys.stdout.flush()
@@ -193,16 +189,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return status
-
-
-def _refuse_unknown(
-    parser: argparse.ArgumentParser, unknown: list[str]
-) -> NoReturn:
-    """Exits with the usage of a command that received unknown options."""
-    fix = ""
-    if parser.prog.endswith(" launch"):
-        fix = ". The number of processes is --processes N"
-    parser.error(f"unrecognized arguments: {' '.join(unknown)}{fix}")
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -218,8 +204,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         module, script = words.pop("module"), words.pop("script")
         words["command"] = script if module is None else module
         words["is_module"] = module is not None
-    for name in ("parser", "verify"):
-        words.pop(name, None)
+    del words["parser"]
     path = _OTHER_MODULES.get(command, f"cli.{command}.{command}")
     # Only now: a command's module may need a package that is not installed.
     module = importlib.import_module(f"keras_strategies.{path}")
@@ -261,21 +246,20 @@ def _add_commands(commands: Commands) -> None:
         _DOCTOR,
         _DOCTOR_OPTIONS,
     )
-    checkpoints = add_command(
+    add_command(
         commands,
         "checkpoints",
         "list the checkpoints in a directory and verify them",
         _CHECKPOINTS,
         _CHECKPOINTS_OPTIONS,
     )
-    report = add_command(
+    add_command(
         commands,
         "report",
         "print the reports of runs, side by side",
         _REPORT,
         _REPORT_OPTIONS,
     )
-    add_options(report, [JSON])
     migrate = add_command(
         commands,
         "migrate",
@@ -285,6 +269,3 @@ def _add_commands(commands: Commands) -> None:
         epilog=migration.EXAMPLES,
     )
     add_options(migrate.add_mutually_exclusive_group(), _MIGRATE_MODES)
-    how = checkpoints.add_mutually_exclusive_group()
-    add_options(how, _HOW_TO_VERIFY)
-    add_options(checkpoints, [JSON])

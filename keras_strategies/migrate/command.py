@@ -25,7 +25,6 @@ def migrate(
     *,
     writes: bool = False,
     shows_diff: bool = False,
-    report_file: str | None = None,
 ) -> int:
     """Ports Python files and notebooks, and prints what is left.
 
@@ -33,7 +32,6 @@ def migrate(
       paths: Files and directories.
       writes: Whether to write the files.
       shows_diff: Whether to print the changes.
-      report_file: A file for the report, or None.
 
     Returns:
       The exit status: 0 if nothing is left, 1 if lines are left, 2 if a file
@@ -54,8 +52,6 @@ def migrate(
         if each.before != each.after and writes:
             each.write()
     report.print_report(console, reports, is_written=writes)
-    if report_file is not None:
-        report.write_report(report_file, reports)
     if any(each.error for each in reports):
         return 2
     return int(any(each.left for each in reports))

@@ -1,11 +1,9 @@
-"""The report of `migrate`, printed and written."""
+"""The report of `migrate`, printed."""
 
 import difflib
-import pathlib
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.syntax import Syntax
 from rich.text import Text
 
 from keras_strategies.cluster.untrusted import escape_controls
@@ -46,25 +44,8 @@ def _summarize(reports: Sequence[FileReport]) -> str:
 
 
 def print_diff(console: Console, report: FileReport) -> None:
-    """Prints a file's changes, in color where stdout is a terminal."""
+    """Prints a file's changes."""
     texts = report.before.splitlines(), report.after.splitlines()
     names = f"a/{report.path}", f"b/{report.path}"
     lines = difflib.unified_diff(*texts, *names, lineterm="")
-    text = "\n".join([*lines, ""])
-    if not console.is_terminal:
-        console.file.write(text)
-        return
-    color = "default"
-    console.print(Syntax(text, "diff", background_color=color, word_wrap=True))
-
-
-def write_report(path: str, reports: Sequence[FileReport]) -> None:
-    """Writes the lines that are left as a table in Markdown."""
-    rows = [row for report in reports for row in report.left]
-    rows += [(report.path, report.error) for report in reports if report.error]
-    lines = [f"# {_summarize(reports).rstrip(':')}", ""]
-    if rows:
-        lines += ["| line | what is left |", "|---|---|"]
-    for place, text in rows:
-        lines.append(f"| {place} | {text.replace('|', chr(92) + '|')} |")
-    pathlib.Path(path).write_text("\n".join([*lines, ""]), encoding="utf-8")
+    console.file.write("\n".join([*lines, ""]))

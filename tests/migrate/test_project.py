@@ -95,12 +95,10 @@ def test_the_command_writes_only_when_asked(project, capsys):
 def test_lines_that_are_left_are_reported(project, capsys):
     text = TRAIN + "tf.distribute.experimental.ParameterServerStrategy()\n"
     (project / "train.py").write_text(text)
-    assert main(["migrate", "train.py", "--report", "left.md"]) == 1
+    assert main(["migrate", "train.py"]) == 1
     shown = capsys.readouterr().out
     assert "5 lines changed; 1 is left:" in shown
     assert "train.py:12  `tf.distribute.experimental.Param" in shown
-    table = (project / "left.md").read_text()
-    assert "| train.py:12 | `tf.distribute" in table
     assert main(["migrate", ".", "--write"]) == 1
     # The number is that of the line in the ported file.
     line = (project / "train.py").read_text().splitlines()[11]

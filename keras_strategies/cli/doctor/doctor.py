@@ -32,6 +32,7 @@ from keras_strategies.cli.doctor.installed import (
 )
 from keras_strategies.cli.doctor.run_probe import check_jax
 from keras_strategies.cli.doctor.tpus import check_tpus
+from keras_strategies.cluster.untrusted import escape_controls
 
 _MARKS = {
     Level.PROBLEM: ("x", "bold red"),
@@ -134,7 +135,7 @@ def _format_part(part: Part, harmless: list[Finding]) -> Group:
     table.add_column(overflow="fold")
     for name, value in part.rows:
         # Rich would interpret plain strings as markup.
-        table.add_row(Text(name), Text(value))
+        table.add_row(Text(_escape(name)), Text(_escape(value)))
     parts = [table, *map(_format_finding, harmless)]
     return Group(title, *(Padding(p, (0, 0, 0, 2)) for p in parts), Text())
 
@@ -147,11 +148,17 @@ def _format_result(report: Report) -> Group:
     return Group(*map(_format_finding, problems), result)
 
 
+def _escape(text: str) -> str:
+    # Text may contain values from the environment, which must not send control
+    # codes to a terminal.
+    return escape_controls(text, keeps="\n")
+
+
 def _format_finding(finding: Finding) -> Table:
     mark, style = _MARKS[finding.level]
-    text = Text(finding.text)
+    text = Text(_escape(finding.text))
     if finding.fix:
-        text.append(f"\n{finding.fix}", style="dim")
+        text.append(f"\n{_escape(finding.fix)}", style="dim")
     table = Table.grid(padding=(0, 1))
     table.add_column(width=1, style=style)
     table.add_column(overflow="fold")

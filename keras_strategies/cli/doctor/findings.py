@@ -5,8 +5,6 @@ import dataclasses
 import enum
 import functools
 
-from keras_strategies.cluster.untrusted import escape_controls
-
 
 class Level(enum.StrEnum):
     """The severity of a finding."""
@@ -36,10 +34,6 @@ class Finding:
     text: str
     fix: str = ""
 
-    def __post_init__(self) -> None:
-        for name in ("text", "fix"):
-            object.__setattr__(self, name, _escape(getattr(self, name)))
-
 
 problem = functools.partial(Finding, Level.PROBLEM)
 warning = functools.partial(Finding, Level.WARNING)
@@ -68,11 +62,6 @@ class Part:
     rows: tuple[Row, ...] = ()
     findings: tuple[Finding, ...] = ()
 
-    def __post_init__(self) -> None:
-        rows = tuple((_escape(name), _escape(text)) for name, text in self.rows)
-        object.__setattr__(self, "rows", rows)
-        object.__setattr__(self, "findings", tuple(self.findings))
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
@@ -100,9 +89,3 @@ class Report:
         levels = collections.Counter(finding.level for finding in self.problems)
         counts = [f"{n} {level}{'s' * (n > 1)}" for level, n in levels.items()]
         return ", ".join(counts) or "nothing to change"
-
-
-def _escape(text: str) -> str:
-    # Text may contain values from the environment, which must not send control
-    # codes to a terminal.
-    return escape_controls(text, keeps="\n")

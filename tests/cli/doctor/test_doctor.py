@@ -528,7 +528,7 @@ def test_end_of_the_probe_is_explained(told, end, expected):
 
 
 def test_wrong_sums_are_problems(monkeypatch):
-    answers = {"all_reduce": {"times": [], "is_right": False}}
+    answers = {"all_reduce": {"is_right": False}}
     monkeypatch.setattr(run_probe, "_probe", lambda *_: (answers, (0, "")))
     part, has_devices = run_probe.check_jax("Devices", None, {}, 1.0)
     (found,) = part.findings
@@ -591,8 +591,10 @@ def test_a_terminal_gets_no_orders_from_the_environment(environ, shown):
 
 
 def test_a_terminal_gets_no_orders_from_a_child():
-    finding = findings.problem(f"Its last line: {ORDERS}", ORDERS)
-    assert (finding.text + finding.fix).isprintable()
+    found = findings.problem(f"Its last line: {ORDERS}", ORDERS)
+    part = findings.Part(title="Devices", findings=(found,))
+    text = printed(findings.Report(name="host", parts=(part,)))
+    assert text.replace("\n", "").isprintable()
 
 
 # The command.
@@ -613,7 +615,7 @@ def test_unknown_command_is_refused(capsys):
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["launch", "--workers", "2", "train.py"], ("--processes N", "SCRIPT")),
+        (["launch", "--workers", "2", "train.py"], ("launch [OPTIONS]",)),
         (["doctor", "--fast"], ("doctor [-h] [--quick]", "--fast")),
         (
             ["plan", "a.py", "--topology", "v5e:2x2", "--fast"],
