@@ -70,7 +70,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 PLANNERS = {"cli", "planning"}
 # The packages that import others by one module, `seam.py`, and the number of
 # names there. It may only fall.
-SEAMS = {"planning": 49, "estimator": 37}
+SEAMS = {"planning": 48, "estimator": 37}
 # What users see of a package: they import all its rooms.
 FACADES = {"__init__.py", "experimental.py"}
 MAX_MODULES = 16
@@ -97,7 +97,7 @@ LOGIC_LINES = {
     "": 121,
     "callbacks": 548,
     "checkpoint": 2003,
-    "cli": 1801,
+    "cli": 1784,
     "cluster": 2470,
     "data": 2941,
     "estimator": 2540,
@@ -105,17 +105,17 @@ LOGIC_LINES = {
     "gpu": 265,
     "hooks": 1500,
     "job": 583,
-    "keras_bridge": 376,
-    "kernels": 2107,
+    "keras_bridge": 373,
+    "kernels": 2104,
     "migrate": 1482,
     "names": 266,
     "passes": 5161,
-    "planning": 2721,
+    "planning": 2514,
     "reporting": 894,
     "run": 675,
     "spmd": 1541,
     "step": 2702,
-    "strategy": 1804,
+    "strategy": 1734,
     "tape": 445,
     "testing": 151,
     "tpu": 1005,

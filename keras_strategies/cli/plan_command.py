@@ -65,11 +65,6 @@ _OPTIONS: tuple[Option, ...] = (
         "default) uses low, and near the memory limit also full",
         {"choices": ("auto", "low", "full"), "default": "auto"},
     ),
-    (
-        "--processes",
-        "the number of candidates to plan at the same time",
-        {"type": int, "metavar": "N"},
-    ),
     JSON,
     ("--html", "also write the plan as an HTML page", {"metavar": "FILE"}),
     (
@@ -99,26 +94,6 @@ def add_parser(commands: Commands) -> None:
     )
 
 
-def parse_options(
-    parser: argparse.ArgumentParser, words: list[str]
-) -> argparse.Namespace:
-    """Parses the command's options, and the script's arguments after `--`.
-
-    Args:
-      parser: The parser of all commands.
-      words: The arguments on the command line, starting with "plan".
-    """
-    end = words.index("--") if "--" in words else len(words)
-    options, unknown = parser.parse_known_args(words[:end])
-    if unknown:
-        options.parser.error(
-            f"unrecognized arguments: {' '.join(unknown)}. The script's "
-            "arguments must come after --"
-        )
-    options.arguments = words[end + 1 :]
-    return options
-
-
 def run(options: argparse.Namespace) -> int:
     """Plans each combination of a topology and a layout, and prints a table.
 
@@ -136,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
 
     from keras_strategies.planning.capture.processes import plan_in_processes
 
-    plan, is_complete = plan_in_processes(requests, options.processes)
+    plan, is_complete = plan_in_processes(requests)
     if options.as_json:
         print(json.dumps(plan.to_json(), indent=1))
     else:

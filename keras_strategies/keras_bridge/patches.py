@@ -94,32 +94,26 @@ class Patches:
                 setattr(owner, name, previous)
 
 
-Note = Callable[[str], None]
-"""A function that receives the name of a file that was not read."""
-
 _APPLICATIONS = "/keras-applications/"
 _WEIGHTS = ".weights.h5"
 
 
-def skip_weights(note: Note) -> list[tuple[Any, str, Any]]:
+def skip_weights() -> list[tuple[Any, str, Any]]:
     """Returns replacements of Keras's functions that load weights.
 
     With them, `load_weights` does nothing, and `get_file` returns the path of a
     weight file, such as those of `keras.applications`, without downloading the
     file. Models are created as usual.
 
-    Args:
-      note: Called with the name of each file.
-
     Returns:
       Triples of a class or module, the name of its attribute, and the value.
     """
-    get_file = _wrap_get_file(keras.utils.get_file, note)
+    get_file = _wrap_get_file(keras.utils.get_file)
 
     def load_weights(
         model: keras.Model, filepath: Any, *args: object, **kwargs: object
     ) -> None:
-        note(os.path.basename(str(filepath)))
+        del model, filepath, args, kwargs
 
     return [
         (keras.utils, "get_file", get_file),
@@ -129,7 +123,7 @@ def skip_weights(note: Note) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _wrap_get_file(original: Callable[..., str], note: Note) -> Any:
+def _wrap_get_file(original: Callable[..., str]) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -139,7 +133,6 @@ def _wrap_get_file(original: Callable[..., str], note: Note) -> Any:
         name = os.path.basename(str(given.get("fname") or origin))
         is_application = _APPLICATIONS in origin and name.endswith(".h5")
         if is_application or name.endswith(_WEIGHTS):
-            note(name)
             return name
         return original(*args, **kwargs)
 

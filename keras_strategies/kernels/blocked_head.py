@@ -90,12 +90,6 @@ def blocked_head(
     return layer
 
 
-def copy_head(layer: keras.layers.Layer, clone: keras.layers.Layer) -> None:
-    """Marks a copy of a layer if `blocked_head` has marked the layer."""
-    if layer in _block_sizes:
-        _block_sizes[clone] = _block_sizes[layer]
-
-
 def count_logit_bytes(model: keras.Model, labels: Tree) -> int:
     """Returns the bytes of logits that `blocked_head` would not store.
 

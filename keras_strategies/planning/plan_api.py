@@ -4,7 +4,9 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import keras
 
 from keras_strategies._types import Batch
 from keras_strategies.planning.compile import candidates as lib
@@ -12,21 +14,14 @@ from keras_strategies.planning.compile.compiler import Compiler
 from keras_strategies.planning.compile.estimates import write_notes
 from keras_strategies.planning.compile.planner import EFFORTS, iter_plans
 from keras_strategies.planning.report.table import Plan
-from keras_strategies.planning.seam import (
-    Strategy,
-    restore_names,
-)
-
-if TYPE_CHECKING:
-    import keras
-
+from keras_strategies.planning.seam import Strategy, restore_names, shorten
 
 _SCALES = ("replica", "global")
 
 
 def make_plan(
     strategy: Strategy,
-    model: "keras.Model | Callable[[], keras.Model]",
+    model: Callable[[], keras.Model],
     batch: Batch,
     topologies: str | Sequence[str] | None,
     strategies: Any,
@@ -41,9 +36,14 @@ def make_plan(
     rows = lib.Batch(
         batch, strategy.mesh.num_replicas, is_global=scale == "global"
     )
-    maker = lib.get_maker(model)
+    if isinstance(model, keras.Model) or not callable(model):
+        raise TypeError(
+            "A plan needs a function that creates and compiles a new model "
+            f"for each candidate. Received: {shorten(model)} of type "
+            f"{type(model).__name__}. Pass `make_model`, not `make_model()`."
+        )
     candidates = list(
-        lib.iter_candidates(strategy, maker, rows, topologies, strategies)
+        lib.iter_candidates(strategy, model, rows, topologies, strategies)
     )
     steps = []
     try:

@@ -3,6 +3,7 @@
 No other module of this room imports them.
 """
 
+from keras_strategies.cluster.addresses import shorten as shorten
 from keras_strategies.cluster.user_code import (
     make_command_line as make_command_line,
 )
@@ -43,7 +44,6 @@ from keras_strategies.kernels.equal_blocks import find_blocks as find_blocks
 from keras_strategies.names import dry_run as dry_run
 from keras_strategies.passes import hlo as hlo
 from keras_strategies.passes.flops import count_positions as count_positions
-from keras_strategies.passes.specs import Sharded as Sharded
 from keras_strategies.spmd import compiled as compiled
 from keras_strategies.spmd import values as values
 from keras_strategies.spmd.batches import num_rows as num_rows
@@ -62,9 +62,6 @@ from keras_strategies.strategy.default import (
 )
 from keras_strategies.strategy.default import (
     get_default_strategy as get_default_strategy,
-)
-from keras_strategies.strategy.replica_context import (
-    ValueContext as ValueContext,
 )
 from keras_strategies.strategy.runner import Runner as Runner
 from keras_strategies.strategy.strategy import Strategy as Strategy

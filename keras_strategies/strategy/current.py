@@ -15,14 +15,10 @@ if TYPE_CHECKING:
     import keras
 
 
-class HasRuntime(Protocol):
-    """The part of a strategy that says on which devices it runs."""
+class AnyStrategy(Protocol):
+    """The interface of strategies for modules that cannot import `Strategy`."""
 
     _runtime: Runtime
-
-
-class AnyStrategy(HasRuntime, Protocol):
-    """The interface of strategies for modules that cannot import `Strategy`."""
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -112,7 +108,7 @@ def replica_context(strategy: AnyStrategy, context: object) -> Iterator[None]:
         stack.entered.pop()
 
 
-def check_not_mixing(strategy: HasRuntime) -> None:
+def check_not_mixing(strategy: Any) -> None:
     """Raises if another strategy's scope is open, or a mesh of the user's.
 
     Raises:

@@ -191,8 +191,6 @@ class CustomLoops:
           ValueError: if the replicas' nests differ in structure or, with
             several processes, in shapes or dtypes. All processes raise it.
         """
-        if (dry := dry_run.get()) is not None:
-            return dry.make_values(self, value_fn)
         self._check_call(_VALUES_FROM)
         return distribute_values(_VALUES_FROM, value_fn, self._runtime.mesh)
 

@@ -19,7 +19,7 @@ class PlanMixin:
 
     def plan(
         self,
-        model: keras.Model | Callable[[], keras.Model],
+        model: Callable[[], keras.Model],
         batch: Batch,
         topologies: str | Sequence[str] | None = None,
         strategies: Any = None,
@@ -45,8 +45,7 @@ class PlanMixin:
 
         Args:
           model: A function that makes and compiles the model, called in the
-            scope of each candidate's strategy. Or a compiled model: it is
-            cloned from its config and is not changed.
+            scope of each candidate's strategy.
           batch: `(x, y)` or `(x, y, sample_weight)`, of arrays or of
             `jax.ShapeDtypeStruct`: a global batch of this strategy.
           topologies: The names of TPU slices, such as "v5e:16x16", or of GPUs,
@@ -79,7 +78,7 @@ class PlanMixin:
 
         Example:
           ```python
-          print(strategy.plan(model, (x, y)))
+          print(strategy.plan(make_model, (x, y)))
           ```
 
         References:

@@ -1,6 +1,5 @@
 """`ReplicaContext`: a function's access to the replica that it runs for."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from numpy.lib.array_utils import normalize_axis_index
 
 from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.fit.inputs import agree_source
-from keras_strategies.keras_bridge.step_context import ReplicaScope, StepContext
+from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.passes import replay
 from keras_strategies.passes.lockstep import Turn
 from keras_strategies.spmd.host_arrays import from_tensor
@@ -292,18 +291,6 @@ class ReplicaContext:
             "which `get_replica_context()` returned it. Received: a use of "
             f"`{name}` elsewhere. Call `get_replica_context()` again there."
         )
-
-
-def make_replica_scope(strategy: current.AnyStrategy) -> ReplicaScope:
-    """Returns a function that enters a strategy's replica context."""
-
-    def scope(
-        step: StepContext | None,
-    ) -> contextlib.AbstractContextManager[None]:
-        context = ReplicaContext(strategy, step)
-        return current.replica_context(strategy, context)
-
-    return scope
 
 
 def _to_local(leaf: Leaf) -> Leaf:

@@ -2,9 +2,10 @@
 
 import collections
 import contextlib
+import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,7 @@ from keras_strategies.spmd.mesh import ReplicaMesh, has_sharding
 from keras_strategies.spmd.replica_map import drop_dim, split_tokens
 from keras_strategies.step.ragged.variants import Variant
 from keras_strategies.strategy import current
-from keras_strategies.strategy.replica_context import make_replica_scope
+from keras_strategies.strategy.replica_context import ReplicaContext
 from keras_strategies.variables import model_variables
 
 _Argument = tuple[tuple[Any, ...], Any]
@@ -84,6 +85,8 @@ class Runner:
             writes the same value to every copy of a variable; see
             `StrategyExtended.update`.
         """
+        if (dry := dry_run.get()) is not None:
+            return dry.run(self, fn, args, kwargs)
         current.check_not_mixing(self._strategy)
         self._mesh.check_can_run()
         call, leaves = _flatten_call(fn, args, kwargs, is_update=is_update)
@@ -218,7 +221,9 @@ class Runner:
 
         def join_components(components: list[Any]) -> Tree:
             rest = map(self._drop_dim, array_kinds, components)
-            return call(_take_component(kind, rest) for kind in kinds)
+            return call(
+                kind[4] if kind[0] == STATIC else next(rest) for kind in kinds
+            )
 
         program = RunProgram(
             join_components,
@@ -240,7 +245,7 @@ class Runner:
     def _make_replica_scope(self, call: "_Call") -> ReplicaScope:
         """Returns a function that enters the replica context of a call."""
         if not call.is_update:
-            return make_replica_scope(self._strategy)
+            return functools.partial(ReplicaContext, self._strategy)
         return lambda step: current.replica_context(self._strategy, None)
 
     def _count_compilation(self, fn: Any) -> None:
@@ -256,12 +261,6 @@ class Runner:
                 UserWarning,
                 stacklevel=4,
             )
-
-
-def make_runner(strategy: current.AnyStrategy, mesh: ReplicaMesh) -> Runner:
-    """Returns a strategy's runner; in a dry run, one that runs nothing."""
-    dry = dry_run.get()
-    return (Runner if dry is None else dry.make_runner)(strategy, mesh)
 
 
 class _Call(NamedTuple):
@@ -336,8 +335,3 @@ def _take_replica(leaf: Leaf, replica: int, mesh: ReplicaMesh) -> Leaf:
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return jax.device_put(leaf, mesh.whole)
     return leaf
-
-
-def _take_component(kind: tuple[Any, ...], arrays: Iterator[Any]) -> Leaf:
-    """Returns an argument: a Python value, or the next of the arrays."""
-    return kind[4] if kind[0] == STATIC else next(arrays)

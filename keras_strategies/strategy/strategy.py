@@ -1,5 +1,6 @@
 """The behavior that all strategies share."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,8 @@ from keras_strategies.strategy import current
 from keras_strategies.strategy.custom_loops import CustomLoops
 from keras_strategies.strategy.extended import StrategyExtended
 from keras_strategies.strategy.plans import PlanMixin
-from keras_strategies.strategy.replica_context import make_replica_scope
-from keras_strategies.strategy.runner import make_runner
+from keras_strategies.strategy.replica_context import ReplicaContext
+from keras_strategies.strategy.runner import Runner
 from keras_strategies.strategy.runtime import Runtime
 from keras_strategies.strategy.scope import Scope
 from keras_strategies.variables.abstract_models import materialize
@@ -76,13 +77,8 @@ class Strategy(CustomLoops, PlanMixin):
             variable_partitioner=variable_partitioner,
             outputs_on_chief=outputs_on_chief,
         )
-        self._runner = make_runner(self, self._runtime.mesh)
+        self._runner = Runner(self, self._runtime.mesh)
         self._extended = StrategyExtended(self._runtime, self._runner)
-
-    @staticmethod
-    def _make_planned(mesh: ReplicaMesh, **kwargs: Any) -> "Strategy":
-        """Returns a strategy over the devices that `plan` compiles for."""
-        return Strategy(mesh, **kwargs)
 
     @property
     def extended(self) -> StrategyExtended:
@@ -147,7 +143,7 @@ class Strategy(CustomLoops, PlanMixin):
             self,
             self._runtime,
             self._check_context,
-            make_replica_scope(self),
+            functools.partial(ReplicaContext, self),
         )
         binding.install()
         return model

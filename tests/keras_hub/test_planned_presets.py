@@ -47,15 +47,9 @@ def preset(tmp_path):
     return directory
 
 
-@pytest.mark.parametrize(
-    ("argument", "is_noted"),
-    [("", True), (", load_weights=False", False)],
-)
-def test_a_local_preset_needs_its_config_alone(
-    tmp_path, preset, argument, is_noted
-):
+@pytest.mark.parametrize("argument", ["", ", load_weights=False"])
+def test_a_local_preset_needs_its_config_alone(tmp_path, preset, argument):
     capture = run(
         tmp_path, SCRIPT.format(CLASSIFIER.format(str(preset), argument))
     )
     assert capture.step.rows == 16
-    assert ("were not loaded" in capture.patches.note) == is_noted

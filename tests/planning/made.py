@@ -33,7 +33,6 @@ def times(
         latency_seconds=latency,
         host_seconds=host,
         utilization=utilization,
-        max_utilization=None if utilization is None else utilization + 0.1,
     )
 
 

@@ -137,7 +137,7 @@ def test_a_frozen_encoder_is_computed_forward_alone(bfloat16):
     forward += depth * 4 * rows * length**2 * width
     assert step.estimate.compute_seconds == pytest.approx(forward / PEAK, 0.02)
     assert is_near(step.estimate.seconds, forward / PEAK)
-    assert step.estimate.utilization <= step.estimate.max_utilization < 1.02
+    assert step.estimate.utilization < 1.02
 
 
 def test_adapters_need_the_gradients_that_pass_through_them(bfloat16):

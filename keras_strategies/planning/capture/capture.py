@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import jax
 
-from keras_strategies._types import Array, Tree
 from keras_strategies.planning.capture.captured_data import (
     EARLY_CALLS,
     CapturedData,
@@ -38,18 +37,15 @@ from keras_strategies.planning.seam import (
     ReplicaMesh,
     Runner,
     Strategy,
-    ValueContext,
     abstract,
     all_variables,
     dry_run,
     get_default_context,
     get_default_strategy,
-    get_shape,
     make_dataset_source,
     replica_meshes,
     split_validation,
     transformer_layout,
-    values,
 )
 
 
@@ -69,8 +65,6 @@ class Capture:
       step: The step that was captured, or None.
       layout: The name of the layout that the strategies use.
       done: Is set when the captured step was planned.
-      patches: The patches of libraries, which note weights that the script did
-        not load.
     """
 
     def __init__(
@@ -83,7 +77,7 @@ class Capture:
     ) -> None:
         self.step: Step | None = None
         self._plan = plan
-        self.layout, self.patches = "replicated", LibraryPatches()
+        self.layout, self._patches = "replicated", LibraryPatches()
         self.devices, self._layout = devices, layout
         # The meshes of strategies without and with a device assignment.
         self._slice = make_mesh(devices, Layout())
@@ -97,7 +91,7 @@ class Capture:
         """Makes strategies use the slice, and captures the first step."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(values_on_read())
-            stack.enter_context(self.patches.install())
+            stack.enter_context(self._patches.install())
             stack.enter_context(dry_run.running(self))
             # The default strategy of a dry run does not run functions.
             for function in (get_default_strategy, get_default_context):
@@ -154,15 +148,9 @@ class Capture:
             mesh = make_mesh(self.devices, layout)
         return mesh, layout_map, layout.partitioner
 
-    def make_runner(self, strategy: Strategy, mesh: ReplicaMesh) -> Runner:
-        """Returns the object that implements a strategy's `run`."""
-        runner = _Runner(strategy, mesh)
-        runner.catch = self._catch_run
-        return runner
-
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context for strategies' scopes: variables get no values."""
-        self.patches.patch_hub()
+        self._patches.patch_hub()
         return abstract()
 
     # Data.
@@ -180,24 +168,6 @@ class Capture:
             data = data(InputContext(num_replicas_in_sync=factor))
         source = make_dataset_source(data, self._host)
         return CapturedData(source, self._host, strategy.mesh, factor)
-
-    def make_values(
-        self, strategy: Strategy, value_fn: Callable[..., Any]
-    ) -> Tree:
-        """Implements `experimental_distribute_values_from_function`.
-
-        Calls `value_fn` for one replica, and returns the shapes for all.
-        """
-        count, mesh = strategy.num_replicas_in_sync, strategy.mesh
-
-        def stand_in(leaf: Array) -> values.PerReplica:
-            shape = get_shape(jax.numpy.asarray(leaf))
-            stacked = jax.ShapeDtypeStruct(
-                (count, *shape.shape), shape.dtype, sharding=mesh.split
-            )
-            return values.PerReplica.of(stacked, values.STACKED)
-
-        return jax.tree.map(stand_in, value_fn(ValueContext(0, count)))
 
     # Steps.
 
@@ -259,13 +229,14 @@ class Capture:
             self.done.set()
         raise StepCaptured
 
-    def _catch_run(
+    def run(
         self,
         runner: Runner,
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> NoReturn:
+        """Catches a call of a strategy's `run`."""
         if self.step is not None:
             raise StepCaptured
         self._check_devices(runner._mesh)
@@ -297,12 +268,3 @@ class _Calls:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return functools.partial(self._call, name.removeprefix("_"))
-
-
-class _Runner(Runner):
-    """Passes the calls of a strategy's `run` to a function."""
-
-    catch: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.catch(self, *args)

@@ -153,7 +153,10 @@ def run_early_call(binding: Binding, call: Call, host: ReplicaMesh) -> Any:
     result = _run_by_keras(binding, call)
     if call.name == "evaluate":
         return result
-    return jax.tree.map(lambda leaf: _repeat(leaf, rows), result)
+    places = np.arange(rows)
+    return jax.tree.map(
+        lambda leaf: np.take(leaf, places % len(leaf), axis=0), result
+    )
 
 
 def _run_by_keras(binding: Binding, call: Call) -> Any:
@@ -178,10 +181,6 @@ def _read_batch(call: Call, host: ReplicaMesh) -> tuple[Tree, int]:
         len(x) for x in keras.tree.flatten(call["x"]) if hasattr(x, "ndim")
     ]
     return batch, min([rows, *lengths])
-
-
-def _repeat(array: np.ndarray, rows: int) -> np.ndarray:
-    return np.take(array, np.arange(rows) % len(array), axis=0)
 
 
 def _refuse(variable: keras.Variable) -> PlanError:

@@ -18,30 +18,13 @@ from keras_strategies.planning.seam import (
     skip_weights,
 )
 
-_MAX_NAMES = 3
-_MAX_LETTERS = 80
-
 
 class LibraryPatches:
-    """Patches libraries, and records which weights were not loaded."""
+    """Patches of libraries, while a script is planned."""
 
     def __init__(self) -> None:
-        self._names: dict[str, None] = {}
         self._stack = contextlib.ExitStack()
         self._has_hub = False
-
-    @property
-    def note(self) -> str:
-        """A sentence about weights that were not loaded, or ""."""
-        names = [name[:_MAX_LETTERS] for name in self._names]
-        if not names:
-            return ""
-        shown = ", ".join(map(repr, names[:_MAX_NAMES]))
-        more = len(names) - _MAX_NAMES
-        return (
-            f"The weights of {shown}{f' and {more} more' if more > 0 else ''} "
-            "were not loaded, because a plan needs no values."
-        )
 
     @contextlib.contextmanager
     def install(self) -> Iterator[None]:
@@ -50,7 +33,7 @@ class LibraryPatches:
             for owner, name, value in (
                 (keras.Model, "make_train_function", _refuse_plain),
                 (jax.distributed, "initialize", lambda *args, **kwargs: None),
-                *skip_weights(self._add),
+                *skip_weights(),
             ):
                 self._set(owner, name, value)
             self.patch_hub()
@@ -67,10 +50,7 @@ class LibraryPatches:
         self._has_hub = True
         for owner in (hub.models.Backbone, hub.models.Task):
             create = vars(owner)["from_preset"].__func__
-            self._set(owner, "from_preset", self._without_weights(create))
-
-    def _add(self, name: str) -> None:
-        self._names[name] = None
+            self._set(owner, "from_preset", _without_weights(create))
 
     def _set(self, owner: Any, name: str, value: object) -> None:
         """Sets an attribute until `install` ends."""
@@ -78,16 +58,16 @@ class LibraryPatches:
         self._stack.callback(setattr, owner, name, before)
         setattr(owner, name, value)
 
-    def _without_weights(self, create: Callable[..., Any]) -> Any:
-        @functools.wraps(create)
-        def from_preset(
-            cls: type, preset: Any, load_weights: bool = True, **kwargs: Any
-        ) -> Any:
-            if load_weights:
-                self._add(str(preset))
-            return create(cls, preset, load_weights=False, **kwargs)
 
-        return classmethod(from_preset)
+def _without_weights(create: Callable[..., Any]) -> Any:
+    @functools.wraps(create)
+    def from_preset(
+        cls: type, preset: Any, load_weights: bool = True, **kwargs: Any
+    ) -> Any:
+        del load_weights
+        return create(cls, preset, load_weights=False, **kwargs)
+
+    return classmethod(from_preset)
 
 
 def _refuse_plain(model: keras.Model, *args: object, **kwargs: object) -> None:

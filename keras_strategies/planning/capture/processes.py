@@ -33,15 +33,12 @@ the process."""
 _NOT_ENTERED = ("TF_CONFIG", "KERAS_STRATEGIES_", "JAX_COORDINATOR_ADDRESS")
 
 
-def plan_in_processes(
-    requests: Sequence[Request], num_processes: int | None = None
-) -> tuple[Plan, bool]:
+def plan_in_processes(requests: Sequence[Request]) -> tuple[Plan, bool]:
     """Plans candidates, and writes a line when one starts or ends.
 
     Args:
-      requests: The candidates.
-      num_processes: The number of candidates to plan at the same time. None to
-        choose it based on the machine's cores and memory.
+      requests: The candidates. The machine's cores and memory determine how
+        many of them are planned at the same time.
 
     Returns:
       A plan with one row per candidate, in the order of the requests, and
@@ -49,7 +46,7 @@ def plan_in_processes(
       out, except for "replicated". If the plan was interrupted (SIGINT), it has
       the rows that are known so far.
     """
-    at_once = max(num_processes or count_jobs(len(requests)), 1)
+    at_once = count_jobs(len(requests))
     waiting = collections.deque(enumerate(requests))
     running: dict[int, _Process] = {}
     rows: dict[int, PlannedStep | None] = {}
@@ -173,10 +170,6 @@ class _Process:
         return PlannedStep(
             topology=request.topology,
             layout=request.layout,
-            num_devices=0,
-            num_replicas=0,
-            rows=0,
-            limit_bytes=None,
             error=_explain_end(code, lines, answer),
         )
 

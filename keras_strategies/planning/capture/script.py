@@ -7,7 +7,6 @@ import runpy
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -41,7 +40,7 @@ def run_script(capture: Capture, request: Request) -> Capture:
       Exception: an error that the script, or one of its threads, raised before
         its first step.
     """
-    process, error, thread_errors = os.getpid(), None, []
+    error, thread_errors = None, []
     with capture.install(), _as_main(request), _watch_threads(thread_errors):
         try:
             _run_main(request)
@@ -49,9 +48,6 @@ def run_script(capture: Capture, request: Request) -> Capture:
             pass
         except (Exception, SystemExit) as raised:
             error = raised
-        if os.getpid() != process:
-            # This is a child process that the script has forked.
-            _end_child(error)
         # Errors after the step was captured are ignored, such as errors in a
         # `finally`.
         if capture.step is None and error is not None:
@@ -86,20 +82,11 @@ def _run_main(request: Request) -> None:
         runpy.run_path(request.script, run_name="__main__")
 
 
-def end_process(status: int = 0) -> NoReturn:
+def end_process() -> NoReturn:
     """Ends the process immediately; does not wait for other threads."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
-
-
-def _end_child(error: BaseException | None) -> NoReturn:
-    """Ends a child process that the script has forked, as Python would."""
-    code = getattr(error, "code", None)
-    if isinstance(error, Exception):
-        traceback.print_exception(error)
-        code = 1
-    end_process(code if isinstance(code, int) else int(code is not None))
+    os._exit(0)
 
 
 @contextlib.contextmanager

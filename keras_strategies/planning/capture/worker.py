@@ -133,7 +133,7 @@ class Worker:
         is_scripts = request.is_default and layout == Layout()
 
         def plan(step: Step, name: str) -> None:
-            self.answer(lambda: self._plan_step(step, name, capture))
+            self.answer(lambda: self._plan_step(step, name))
             if threading.current_thread() is not threading.main_thread():
                 # The main thread may wait forever for the result of this
                 # thread's step, so the process ends here.
@@ -147,9 +147,7 @@ class Worker:
         )
         run_script(capture, request)
 
-    def _plan_step(
-        self, step: Step, layout: str, capture: Capture
-    ) -> dict[str, Any]:
+    def _plan_step(self, step: Step, layout: str) -> dict[str, Any]:
         """Plans a step that was captured from the script."""
         candidate = Candidate(
             topology=self._request.topology,
@@ -164,8 +162,8 @@ class Worker:
         ):
             effort = self._request.effort
             (planned,) = iter_plans([candidate], compiler, effort)
-        notes = (capture.patches.note, *_list_warnings(caught))
-        advice = " ".join(filter(None, (*notes, planned.advice)))
+        notes = (*_list_warnings(caught), planned.advice)
+        advice = " ".join(filter(None, notes))
         return planned.to_json() | {"advice": advice}
 
 

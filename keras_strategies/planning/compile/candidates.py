@@ -3,17 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import keras
 
 from keras_strategies._types import Tree
 from keras_strategies.planning.compile import layouts as lib
-from keras_strategies.planning.compile.fit_step import (
-    FitStep,
-    clone_from_config,
-)
+from keras_strategies.planning.compile.fit_step import FitStep
 from keras_strategies.planning.compile.planner import Candidate
 from keras_strategies.planning.compile.step import Step, with_rows
 from keras_strategies.planning.seam import (
@@ -78,32 +75,6 @@ class Batch:
         return with_rows(self._shapes, rows)
 
 
-def get_maker(model: object) -> Maker:
-    """Returns a function that creates the planned model.
-
-    Args:
-      model: A compiled model, or a function that creates one.
-
-    Raises:
-      ValueError: if the model is not compiled.
-      TypeError: if `model` is neither a model nor callable.
-    """
-    if isinstance(model, keras.Model):
-        if not model.compiled:
-            raise ValueError(
-                "A planned model must be compiled. Received: "
-                f"{model.name!r}, which is not compiled. Call `compile` first."
-            )
-        return functools.partial(clone_from_config, model)
-    if not callable(model):
-        raise TypeError(
-            "A plan needs a Keras model, or a function that creates one. "
-            f"Received: an object of type {type(model).__name__}. Pass a "
-            "function that creates and compiles the model."
-        )
-    return cast("Maker", model)
-
-
 def iter_candidates(
     base: Strategy,
     maker: Maker,
@@ -158,12 +129,16 @@ def iter_candidates(
         return True
 
     def make(devices: Sequence[Any], layout: lib.Layout) -> Step:
-        strategy = base._make_planned(
+        strategy = Strategy(
             make_mesh(devices, layout),
             layout_map=find_layout_map(layout),
             variable_partitioner=layout.partitioner,
         )
-        return _fit_step(strategy, maker, batch)
+        with strategy.scope(), abstract():
+            model = _call_maker(maker)
+        strategy.attach(model)
+        shapes = batch.for_replicas(strategy.mesh.num_replicas)
+        return FitStep(model, strategy, shapes)
 
     for name, devices in slices.items():
         layouts = strategies
@@ -248,15 +223,6 @@ def make_mesh(devices: Sequence[Any], layout: lib.Layout) -> ReplicaMesh:
         return replica_meshes.make_abstract_mesh(devices, shape, partitioner)
     shards = getattr(partitioner, "shards", None)
     return ReplicaMesh(devices=tuple(devices), shards=shards)
-
-
-def _fit_step(strategy: Strategy, maker: Maker, batch: Batch) -> Step:
-    with strategy.scope(), abstract():
-        model = _call_maker(maker)
-    strategy.attach(model)
-    return FitStep(
-        model, strategy, batch.for_replicas(strategy.mesh.num_replicas)
-    )
 
 
 def _call_maker(maker: Maker) -> keras.Model:

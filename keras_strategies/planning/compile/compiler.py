@@ -38,13 +38,13 @@ class DoesNotFit(Exception):  # noqa: N818
     It is created from the compiler's out-of-memory error.
 
     Attributes:
-      needed: The bytes that the program needs, or None if the error does not
-        contain the number.
+      bytes_in_all: The bytes that the program needs on a device, or None if
+        the error does not contain the number.
     """
 
-    def __init__(self, message: str, needed: float | None) -> None:
+    def __init__(self, message: str, bytes_in_all: float | None) -> None:
         super().__init__(message)
-        self.needed = needed
+        self.bytes_in_all = bytes_in_all
 
 
 Outcome = Costs | DoesNotFit

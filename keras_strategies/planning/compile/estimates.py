@@ -71,12 +71,9 @@ def estimate(
     waiting = sum(n for kind, n in waits.items() if kind not in hidden)
     transfers = 2 * host_bytes / chip.host_bandwidth
     seconds = max((costs.busy_seconds + waiting) / steps, minimum) + transfers
-
-    def utilization(took: float) -> float | None:
-        if model_flops is None or not took:
-            return None
-        return model_flops / chip.flops / took
-
+    utilization = None
+    if model_flops is not None and seconds:
+        utilization = model_flops / chip.flops / seconds
     return Estimate(
         seconds=seconds,
         compute_seconds=compute,
@@ -85,8 +82,7 @@ def estimate(
         latency_seconds=latency,
         host_seconds=host,
         transfer_seconds=transfers,
-        utilization=utilization(seconds),
-        max_utilization=utilization(minimum),
+        utilization=utilization,
     )
 
 

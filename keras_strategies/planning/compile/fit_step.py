@@ -4,7 +4,6 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import jax
 import keras
@@ -20,7 +19,6 @@ from keras_strategies.planning.compile.step import (
 )
 from keras_strategies.planning.seam import (
     ReplicaMesh,
-    Sharded,
     Strategy,
     blocked_head,
     collect_reasons,
@@ -63,22 +61,14 @@ class FitStep(Step):
         self.rows = jax.tree.leaves(self._batch)[0].shape[0]
         parts = keras.utils.unpack_x_y_sample_weight(self._batch)
         self._binding.build_for_shapes(parts)
-        self.tokens = (
-            _count_tokens(parts[0])
-            if model_flops.embeds_tokens(model)
-            else None
-        )
-        blocks = find_blocks(model)
-        self._layers = None
-        if blocks is not None and not has_remat_layers(model):
-            self._layers = blocks.layers
-        self.has_remat = blocks is not None and self._layers is None
+        if model_flops.embeds_tokens(model):
+            self.tokens = _count_tokens(parts[0])
+        self.has_remat = any(map(is_rematerialized, model._flatten_layers()))
+        blocks = None if self.has_remat else find_blocks(model)
+        self._layers = None if blocks is None else blocks.layers
         if len(jax.tree.leaves(parts[1])) == 1:
             count = blocked_head.count_logit_bytes(model, parts[1])
             self.logit_bytes = count / self.mesh.num_replicas
-        # XLA chooses the dtype of sums in a step over the global batch.
-        if self.rows % self.mesh.num_replicas == 0:
-            self.narrow_sums = _find_narrow_sums(model, self.mesh)
 
     def with_remat(self) -> "FitStep | None":
         """Implements `Step.with_remat`."""
@@ -137,25 +127,6 @@ def _count_tokens(x: Tree) -> int | None:
     return None
 
 
-def _find_narrow_sums(model: keras.Model, mesh: ReplicaMesh) -> str:
-    """Implements `Step.narrow_sums`."""
-    layers = model._flatten_layers()
-    if not any(x.compute_dtype == "bfloat16" for x in layers):
-        return ""
-    weights = [v for v in model.trainable_variables if v.dtype == "float32"]
-    specs = [shardings.get_gradient_spec(v, mesh) for v in weights]
-    sharded = [s for s in specs if isinstance(s, Sharded)]
-    if not sharded:
-        is_sent = bool(weights) and mesh.num_replicas > 1
-        is_wide = is_sent and not mesh.reduce_dtype
-        return 'Replicated("bfloat16")' if is_wide else ""
-    if all(s.sum_dtype for s in sharded):
-        return ""
-    has_shards = shardings.any_sharded(weights, mesh)
-    name = "FullySharded" if has_shards else "SlotsOnly"
-    return f'{name}(reduce_dtype="bfloat16")'
-
-
 def _count_gradient_bytes(
     weights: Iterable[keras.Variable], mesh: ReplicaMesh
 ) -> float:
@@ -177,65 +148,6 @@ def _find_gradient_sharding(
     if placement is None or placement.mesh is not mesh:
         return mesh.whole
     return placement.slot_sharding
-
-
-def clone_from_config(model: keras.Model) -> keras.Model:
-    """Clones a model from its config, and compiles the clone like the model.
-
-    Args:
-      model: A model that has a config.
-
-    Returns:
-      A model with new variables, which are initialized, not copied.
-
-    Raises:
-      ValueError: if the model has no config, or Keras cannot create a model
-        from the config.
-    """
-    try:
-        config = model.get_config()
-        clone: Any = type(model).from_config(config)
-        shape = None if clone.built else model.get_build_config()
-        if shape:
-            clone.build_from_config(shape)
-        _copy_modes(model, clone)
-        if model.compiled:
-            compile_like(clone, model)
-    except Exception as error:
-        raise ValueError(
-            "A planned model must be a model that Keras can create from its "
-            f"config. Received: {model.name!r} of type {type(model).__name__}, "
-            f"for which this failed ({type(error).__name__}: {error}). Pass a "
-            "function that creates and compiles the model instead."
-        ) from error
-    return clone
-
-
-def compile_like(clone: keras.Model, model: keras.Model) -> None:
-    """Compiles a clone like the original model, with a new optimizer.
-
-    The clone and the original share losses and metrics.
-    """
-    arguments = dict(model._compile_config.config)
-    optimizer = model.optimizer
-    if optimizer is not None:
-        config = optimizer.get_config()
-        arguments["optimizer"] = type(optimizer).from_config(config)
-    arguments["auto_scale_loss"] = False
-    clone.compile(**arguments)
-
-
-def _copy_modes(model: keras.Model, clone: keras.Model) -> None:
-    """Copies what is not in configs, such as rematerialization modes."""
-    pairs = zip(model._flatten_layers(), clone._flatten_layers(), strict=True)
-    for layer, other in pairs:
-        other._remat_mode = layer._remat_mode
-        blocked_head.copy_head(layer, other)
-
-
-def has_remat_layers(model: keras.Model) -> bool:
-    """Returns whether a layer is rematerialized (by `keras.RematScope`)."""
-    return any(map(is_rematerialized, model._flatten_layers()))
 
 
 @contextlib.contextmanager

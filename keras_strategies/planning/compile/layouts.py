@@ -17,8 +17,12 @@ _KINDS = {
     "slots": partitioners.SlotsOnly,
     "sharded": partitioners.FullySharded,
 }
-_NAMES = ("replicated", *_KINDS, "model")
-_WORD = re.compile(r"(?P<name>[a-z]+)(:(?P<number>[1-9]\d{0,5}))?", re.ASCII)
+_NUMBER = r"[1-9]\d{0,5}"
+_WORD = re.compile(
+    rf"replicated|(?P<kind>slots|sharded)(:(?P<shards>{_NUMBER}))?"
+    rf"|model:(?P<cores>{_NUMBER})",
+    re.ASCII,
+)
 _EXAMPLES = (
     "'replicated', 'slots', 'sharded:64', 'model:4' or 'sharded+model:4'"
 )
@@ -80,36 +84,25 @@ def parse_layout(spec: Any) -> Layout:
             f"{spec!r} of type {type(spec).__name__}. Pass, for example, "
             f"{_EXAMPLES}."
         )
-    numbers: dict[str, int | None] = {}
+    # At most one word is about cores, and at most one about replicas.
+    given: dict[str, Any] = {}
     for word in spec.split("+"):
         match = _WORD.fullmatch(word.strip())
-        name = None if match is None else match["name"]
-        if match is None or name not in _NAMES or name in numbers:
-            raise ValueError(_describe_unknown(spec))
-        number = match["number"]
-        numbers[name] = int(number) if number else None
-    divided = [name for name in _KINDS if name in numbers]
-    # "replicated" accepts no number, and cannot be combined with "slots" or
-    # "sharded".
-    is_contradiction = "replicated" in numbers and (
-        divided or numbers["replicated"]
-    )
-    cores = numbers.get("model", 1)
-    if len(divided) > 1 or is_contradiction or cores is None:
-        raise ValueError(_describe_unknown(spec))
-    partitioner = None
-    if divided:
-        partitioner = _KINDS[divided[0]](shards=numbers[divided[0]])
-    return Layout(partitioner=partitioner, cores=cores)
-
-
-def _describe_unknown(spec: str) -> str:
-    return (
-        "The name of a layout must be 'replicated'; 'slots' or 'sharded', "
-        "optionally with a number of replicas; 'model' with a number of cores; "
-        f"or a combination with '+'. Received: {spec!r:.100}. Pass, for "
-        f"example, {_EXAMPLES}."
-    )
+        name = "cores" if match and match["cores"] else "partitioner"
+        if match is None or name in given:
+            raise ValueError(
+                "The name of a layout must be 'replicated'; 'slots' or "
+                "'sharded', optionally with a number of replicas; 'model' with "
+                "a number of cores; or a combination with '+'. Received: "
+                f"{spec!r:.100}. Pass, for example, {_EXAMPLES}."
+            )
+        given[name] = None
+        if match["cores"]:
+            given[name] = int(match["cores"])
+        elif match["kind"]:
+            shards = match["shards"] and int(match["shards"])
+            given[name] = _KINDS[match["kind"]](shards=shards)
+    return Layout(**given)
 
 
 def list_layouts(num_devices: int, default_shards: int) -> list[Layout]:

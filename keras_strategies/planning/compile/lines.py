@@ -8,7 +8,7 @@ are computed.
 import dataclasses
 from collections.abc import Mapping
 
-from keras_strategies.planning.compile.compiler import DoesNotFit, Outcome
+from keras_strategies.planning.compile.compiler import Outcome
 from keras_strategies.planning.program.costs import Costs
 
 
@@ -21,8 +21,8 @@ class Line:
       outcome: The result of compiling the step for these rows.
       bytes_per_row: The bytes on a device that each further row needs. None if
         unknown.
-      temporary_per_row: The temporary bytes among them, without the batch;
-        None if unknown.
+      temporary_per_row: The temporary bytes among them, without the batch; all
+        of them if one of the programs does not fit; None if unknown.
       is_full: Whether the program was compiled at full effort.
     """
 
@@ -38,7 +38,7 @@ class Line:
         The limit is in bytes on a device. Returns None if it is None, if the
         bytes do not grow with the rows, or if the compiler did not report them.
         """
-        needed, slope = get_bytes(self.outcome), self.bytes_per_row
+        needed, slope = self.outcome.bytes_in_all, self.bytes_per_row
         if limit is None or needed is None or slope is None or slope <= 0:
             return None
         rows = self.rows + (limit - needed) / slope
@@ -46,13 +46,6 @@ class Line:
             return rows
         # A line that is negative at 0 rows is not used for fewer rows.
         return min(rows, self.rows * limit / needed)
-
-
-def get_bytes(outcome: Outcome) -> float | None:
-    """Returns the bytes that a program needs on a device; None if unknown."""
-    if isinstance(outcome, DoesNotFit):
-        return outcome.needed
-    return outcome.bytes_in_all
 
 
 def memory_breakdown(
@@ -69,17 +62,14 @@ def memory_breakdown(
     if isinstance(outcome, Costs):
         standing = outcome.argument_bytes + outcome.output_bytes
         temporary, code = outcome.temporary_bytes, outcome.code_bytes
-    elif outcome.needed is not None:
+    elif outcome.bytes_in_all is not None:
         # For a program that does not fit, XLA reports only the total bytes.
         held = state["weights"] + state["slots"] + state["other"]
-        standing = min(held, outcome.needed)
-        temporary, code = outcome.needed - standing, 0.0
+        standing = min(held, outcome.bytes_in_all)
+        temporary, code = outcome.bytes_in_all - standing, 0.0
     else:
         return {}
-    slope = line.temporary_per_row
-    if slope is None:
-        slope = line.bytes_per_row or 0.0
-    growing = max(slope, 0.0) * line.rows
+    growing = max(line.temporary_per_row or 0.0, 0.0) * line.rows
     activations = min(growing, temporary)
     gradients = min(state["gradients"], temporary - activations)
     known = state["weights"] + state["slots"]

@@ -20,16 +20,11 @@ from keras_strategies.planning.compile.estimates import (
     describe_unknown,
     estimate,
 )
-from keras_strategies.planning.compile.lines import (
-    Line,
-    get_bytes,
-    memory_breakdown,
-)
+from keras_strategies.planning.compile.lines import Line, memory_breakdown
 from keras_strategies.planning.compile.step import Step
 from keras_strategies.planning.program.costs import Costs
 from keras_strategies.planning.report.advice import (
     advise_on_logits,
-    explain_transfers,
     write_advice,
 )
 from keras_strategies.planning.report.planned_step import PlannedStep
@@ -160,11 +155,10 @@ class _Planning:
     def _finish(self) -> PlannedStep:
         low = self._first.result()
         high = None if self._second is None else self._second.result()
-        needed = get_bytes(low)
-        larger = None if high is None else get_bytes(high)
+        needed, larger = low.bytes_in_all, high and high.bytes_in_all
         slope = temporary = None
         if needed is not None and larger is not None:
-            slope = (larger - needed) / self._more
+            slope = temporary = (larger - needed) / self._more
         if isinstance(low, Costs) and isinstance(high, Costs):
             growth = high.temporary_bytes - low.temporary_bytes
             temporary = growth / self._more
@@ -188,7 +182,7 @@ class _Planning:
             return False
         if self.effort == "full":
             return True
-        needed = get_bytes(low)
+        needed = low.bytes_in_all
         if self._limit is None or needed is None:
             return False
         share = needed / self._limit
@@ -208,11 +202,11 @@ class _Planning:
             "tokens": self._step.tokens,
             "memory": memory_breakdown(self._step.state_bytes(), line),
             "max_rows": maximum,
-            "bytes_in_all": get_bytes(costs),
+            "bytes_in_all": costs.bytes_in_all,
             "host_bytes": self._step.host_bytes() * self._num_local,
         }
         if isinstance(costs, DoesNotFit):
-            error = str(costs) if costs.needed is None else None
+            error = str(costs) if costs.bytes_in_all is None else None
             return self._make_row(error=error, **facts)
         if self._is_tpu and line.is_full:
             facts["is_accepted"] = True
@@ -243,25 +237,17 @@ class _Planning:
         also compiled with rematerialization, to compare the bytes.
         """
         again = self._step.with_remat()
-        before, after = get_bytes(low), None
-        has_remat = self._step.has_remat
+        after, has_remat = None, self._step.has_remat
         is_much = row.memory.get("activations", 0) > (row.bytes_in_all or 0) / 2
         if again is not None and (row.fits is False or is_much):
             # Keras cannot rematerialize some layers, such as `Dropout`.
             with contextlib.suppress(Exception):
-                after = get_bytes(self._compile(again, self._rows).result())
+                after = self._compile(again, self._rows).result().bytes_in_all
             has_remat |= after is None
-        advice = write_advice(
-            row,
-            remat=(before, after),
-            has_remat=has_remat,
-            narrow_sums=self._step.narrow_sums,
-        )
+        remat = low.bytes_in_all, after
+        advice = write_advice(row, remat=remat, has_remat=has_remat)
         unknown = describe_unknown(low) if isinstance(low, Costs) else ""
         logits = advise_on_logits(row, self._step.logit_bytes)
-        if self._chip is not None:
-            rate = self._chip.host_bandwidth
-            self._notes.append(explain_transfers(row, rate))
         notes = self._step.note, unknown, *self._notes, logits, advice
         return dataclasses.replace(row, advice=" ".join(filter(None, notes)))
 

@@ -23,11 +23,7 @@ class Step:
       rows: The number of rows of the global batch.
       tokens: The number of tokens per row. None if rows are not sequences of
         tokens.
-      has_remat: Whether the model has equal blocks of which some are already
-        rematerialized, or which `with_remat` cannot rematerialize.
-      narrow_sums: The partitioner that sums gradients in bfloat16, as code. ""
-        if the model does not compute in bfloat16, or no partitioner can narrow
-        the sums.
+      has_remat: Whether layers of the model are already rematerialized.
       logit_bytes: The bytes of logits on a device that `blocked_head` would
         save.
       steps: The number of training steps in the program
@@ -40,7 +36,6 @@ class Step:
     rows: int
     tokens: int | None = None
     has_remat: bool = False
-    narrow_sums: str = ""
     logit_bytes: float = 0.0
     steps: int = 1
     note: str = ""

@@ -124,7 +124,7 @@ def estimate_work(
 ) -> dict[str, Any]:
     """Returns the fields of `Costs` that are computed from a program's text."""
     program = hlo.parse(text)
-    totals = Walk(program, chip, devices).visit(program.entry)
+    totals = Walk(program, chip, devices).visit(program.entry, False)
     facts: dict[str, Any] = {name: {} for name in (*BY_KIND, *BY_SOURCE)}
     # The sources that take longest come first.
     for (name, key), n in sorted(totals.items(), key=lambda x: -x[1]):

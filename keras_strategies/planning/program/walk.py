@@ -9,6 +9,7 @@ and attention for a GPU only on a GPU, by measuring them.
 """
 
 import collections
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -59,26 +60,17 @@ class Walk:
     ) -> None:
         self._program, self._chip = program, chip
         self._measure_links = make_timer(chip, devices)
-        self._works: dict[int, Mapping[str, Work]] = {}
-        self._visited: dict[tuple[int, bool], Totals] = {}
+        # A computation may be called often.
+        self.visit = functools.cache(self._visit)
+        self._count_works = functools.cache(self._count_all_works)
 
-    def visit(
-        self, computation: hlo.Computation, is_resident: bool = False
-    ) -> Totals:
+    def _visit(self, computation: hlo.Computation, is_resident: bool) -> Totals:
         """Returns the costs of running a computation once.
 
         Args:
           computation: The computation.
           is_resident: Whether all of its arrays are in on-chip memory.
         """
-        key = id(computation), is_resident
-        if key not in self._visited:
-            self._visited[key] = self._add_up(computation, is_resident)
-        return self._visited[key]
-
-    def _add_up(
-        self, computation: hlo.Computation, is_resident: bool
-    ) -> Totals:
         totals: Totals = collections.defaultdict(float)
         resident = None if is_resident else self._find_resident(computation)
         # How much longer started collectives use the links, in their order.
@@ -153,17 +145,14 @@ class Walk:
             totals["unknown_loops", compiled.describe_source(loop)] += busy
         return totals
 
-    def _count_works(self, computation: hlo.Computation) -> Mapping[str, Work]:
-        found = self._works.get(id(computation))
-        if found is None:
-            is_tiled = self._chip.on_chip_bytes > 0
-            found = self._works[id(computation)] = {
-                x.name: count_work(
-                    self._program, computation, x, is_tiled=is_tiled
-                )
-                for x in computation.instructions
-            }
-        return found
+    def _count_all_works(
+        self, computation: hlo.Computation
+    ) -> Mapping[str, Work]:
+        is_tiled = self._chip.on_chip_bytes > 0
+        return {
+            x.name: count_work(self._program, computation, x, is_tiled=is_tiled)
+            for x in computation.instructions
+        }
 
     def _find_resident(self, computation: hlo.Computation) -> frozenset[str]:
         """Returns which arrays a program for training has on the chip.

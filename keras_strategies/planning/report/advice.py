@@ -1,7 +1,6 @@
 """Writes advice on how to make a planned training step fit or run faster."""
 
 from keras_strategies.planning.report.planned_step import (
-    BYTES_PER_GB,
     PlannedStep,
     format_gb,
 )
@@ -12,8 +11,6 @@ _LARGE = 0.3
 _SLOW = 1.5
 _SECONDS = 1e-3
 """The shortest communication time about which advice is given."""
-_SHARE = 0.1
-"""The share of communication in a step from which advice on it is given."""
 _LOW = 0.05
 """The utilization below which the most expensive operations are listed."""
 
@@ -23,7 +20,6 @@ def write_advice(
     *,
     remat: tuple[float | None, float | None] = (None, None),
     has_remat: bool = False,
-    narrow_sums: str = "",
 ) -> str:
     """Returns advice on a planned step, or "" if it needs none.
 
@@ -33,8 +29,6 @@ def write_advice(
         with a `keras.RematScope` around the model's blocks. None if unknown.
       has_remat: Whether layers of the model are already rematerialized, or
         cannot be.
-      narrow_sums: The partitioner with which gradients could be summed in
-        bfloat16, as code, or "".
     """
     if step.error is not None or step.bytes_in_all is None:
         return ""
@@ -47,30 +41,8 @@ def write_advice(
         )
     if step.fits is False:
         return _advise_on_size(step, step.bytes_in_all, has_remat)
-    sentences = (
-        _advise_on_memory(step, step.bytes_in_all),
-        _advise_on_sums(step, narrow_sums) if narrow_sums else "",
-        _explain_time(step),
-    )
+    sentences = _advise_on_memory(step, step.bytes_in_all), _explain_time(step)
     return " ".join(filter(None, sentences))
-
-
-def explain_transfers(step: PlannedStep, bandwidth: float) -> str:
-    """Returns a sentence about slots on the host, or "" if there are none.
-
-    Args:
-      step: The planned step.
-      bandwidth: The bandwidth of PCIe per direction, in bytes per second.
-    """
-    seconds = step.estimate.transfer_seconds if step.estimate else 0.0
-    if not seconds:
-        return ""
-    return (
-        f"The host stores {format_gb(seconds * bandwidth / 2)} GB of slots for "
-        f"each device. To move them to the device and back takes "
-        f"{seconds * 1e3:,.0f} ms of a step, if PCIe has "
-        f"{bandwidth / BYTES_PER_GB:.0f} GB/s in each direction."
-    )
 
 
 def advise_on_logits(step: PlannedStep, logit_bytes: float) -> str:
@@ -108,19 +80,6 @@ def _advise_on_memory(step: PlannedStep, total: float) -> str:
             "longer fit after a small change."
         )
     return ""
-
-
-def _advise_on_sums(step: PlannedStep, partitioner: str) -> str:
-    """Returns advice on a step that may sum gradients in bfloat16."""
-    if step.estimate is None:
-        return ""
-    links = step.estimate.bounds["links"]
-    if links < max(_SECONDS, _SHARE * step.estimate.seconds):
-        return ""
-    return (
-        "Sums of gradients are sent in float32. "
-        f"`{partitioner}` sends half of the bytes."
-    )
 
 
 def _explain_time(step: PlannedStep) -> str:

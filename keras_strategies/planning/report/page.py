@@ -1,11 +1,10 @@
 """Creates a self-contained HTML page from a plan."""
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.bar import Bar
 from rich.console import Console, RenderableType
-from rich.filesize import decimal
 from rich.rule import Rule
 from rich.table import Table
 
@@ -40,12 +39,11 @@ def make_page(plan: RenderableType, steps: Sequence[PlannedStep]) -> str:
         console.print()
         console.print(Rule(f"{step.topology} {step.layout}: {fits}"))
         console.print(_draw_bars(step))
-        console.print(*_iter_facts(step), sep="\n")
     return console.export_html()
 
 
 def _draw_bars(step: PlannedStep) -> Table:
-    """Returns the memory by category, and the bounds of the time, as bars."""
+    """Returns the memory by category, as bars."""
     table = Table.grid(padding=(0, 3))
     total = step.bytes_in_all
     if total is not None:
@@ -60,29 +58,4 @@ def _draw_bars(step: PlannedStep) -> Table:
         table.add_row("in total", f"{format_gb(total)} GB")
     if step.limit_bytes is not None:
         table.add_row("limit", f"{format_gb(step.limit_bytes)} GB")
-    if step.estimate is not None:
-        times = {"step": step.estimate.seconds, **step.estimate.bounds}
-        for name, seconds in times.items():
-            bar = Bar(max(*times.values(), 1e-9), 0, seconds)
-            table.add_row(name, f"{seconds * 1e3:,.3g} ms", bar)
     return table
-
-
-def _iter_facts(step: PlannedStep) -> Iterator[str]:
-    """Yields a sentence for each result that the table does not show."""
-    replicas = max(step.num_replicas, 1)
-    yield (
-        f"{step.num_devices:,} devices, {replicas:,} replicas, {step.rows:,} "
-        f"rows ({step.rows / replicas:,.6g} on each replica)"
-    )
-    if step.rows_per_second is not None:
-        tokens = ""
-        if step.tokens_per_second is not None:
-            tokens = f"{step.tokens_per_second:,.0f} tokens, "
-        yield f"in a second: {tokens}{step.rows_per_second:,.6g} rows"
-    if step.estimate is not None and step.estimate.max_utilization is not None:
-        maximum = 100 * step.estimate.max_utilization
-        yield f"MFU at the largest bound's speed: {maximum:.0f} %"
-    for kind, count in step.counts.items():
-        sent = decimal(int(step.sent.get(kind, 0.0)))
-        yield f"{count:,} {kind}, {sent} in total"

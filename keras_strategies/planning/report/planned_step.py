@@ -37,8 +37,6 @@ class Estimate:
       utilization: The model FLOPs utilization (MFU): the fraction of the chip's
         peak rate that the model's operations (without recomputed ones) reach.
         None if unknown.
-      max_utilization: An upper bound of the utilization, which a step would
-        reach if its time were the largest bound. None if unknown.
     """
 
     seconds: float
@@ -48,7 +46,6 @@ class Estimate:
     latency_seconds: float
     host_seconds: float
     utilization: float | None
-    max_utilization: float | None
     transfer_seconds: float = 0.0
 
     @property
@@ -124,10 +121,10 @@ class PlannedStep:
 
     topology: str
     layout: str
-    num_devices: int
-    num_replicas: int
-    rows: int
-    limit_bytes: int | None
+    num_devices: int = 0
+    num_replicas: int = 0
+    rows: int = 0
+    limit_bytes: int | None = None
     bytes_in_all: float | None = None
     host_bytes: float = 0.0
     memory: Mapping[str, float] = dataclasses.field(default_factory=dict)

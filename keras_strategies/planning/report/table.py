@@ -34,7 +34,7 @@ class Plan:
 
     Example:
       ```python
-      plan = strategy.plan(model, (x, y))
+      plan = strategy.plan(make_model, (x, y))
       print(plan)
       best = plan.fastest
       ```

@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import jax
 import keras
@@ -13,10 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from keras_strategies.cluster.addresses import join_few, name_processes
 from keras_strategies.spmd.mesh import ReplicaMesh
-from keras_strategies.variables.abstract_variables import (
-    is_abstract,
-)
+from keras_strategies.variables.abstract_variables import is_abstract
 from keras_strategies.variables.partitioners import Partitioner
 from keras_strategies.variables.shardings import (
     get_placement,
@@ -25,13 +23,10 @@ from keras_strategies.variables.shardings import (
     is_updated_replicated,
 )
 
-# The limits of the output: of longer sequences, only both ends are shown.
-MAX_DEVICES = 16
-MAX_DEVICES_OF_PROCESS = 4
 MAX_PROCESSES = 4
 MAX_ROWS = 40
 MAX_PATH = 28
-MAX_WIDTH = 20
+"""The limits of the output; the rest is left out."""
 
 SLOTS = "slots"
 """What the table has in the column of arrays for a row of slots."""
@@ -41,12 +36,14 @@ BYTES_PER_MB = 1e6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariableRow:
-    """One row of the table: a variable, or several equal ones.
+    """A variable in the table.
 
     Attributes:
-      shape: The global shape, of any rank, or None if it is not known yet.
-      dtype: The dtype.
+      path: The variable's path.
+      array: The dtype and the shape, as JAX writes them; "?" for an unknown
+        shape.
       sharding: The sharding, as text for the table.
+      num_entries: The number of entries; 0 if the shape is not known yet.
       num_bytes: The bytes on each device that stores a shard or a copy of the
         variable; or on the host for this device.
       is_on_host: Whether the variable is in the memory of the host.
@@ -54,25 +51,13 @@ class VariableRow:
         a sentence for the legend. None if no remark is needed.
     """
 
-    shape: tuple[int | None, ...] | None
-    dtype: str
+    path: str
+    array: str
     sharding: str
+    num_entries: int
     num_bytes: int
     is_on_host: bool = False
     remark: tuple[str, str] | None = None
-
-    @property
-    def array(self) -> str:
-        """The dtype and the shape, as JAX writes them."""
-        shape = "?" if self.shape is None else ",".join(map(str, self.shape))
-        return f"{self.dtype}[{shape}]"
-
-    @property
-    def num_entries(self) -> int:
-        """The number of entries; 0 if the shape is not known yet."""
-        sizes = (None,) if self.shape is None else self.shape
-        known = [size for size in sizes if size is not None]
-        return math.prod(known) if len(known) == len(sizes) else 0
 
 
 def describe_table(
@@ -95,15 +80,16 @@ def describe_table(
       many devices and variables there are. If all variables are replicated, it
       has a line about them, and no table.
     """
-    groups = group_variables(variables, mesh, partitioner)
+    by_id = {id(v): v for v in variables}
+    rows = [describe_variable(v, mesh, partitioner) for v in by_id.values()]
     parts: list[RenderableType] = [list_processes(mesh)]
     if partitioner is not None:
         text = describe_partitioner(partitioner, mesh.num_replicas)
         parts.append(Text(text))
-    parts.append(Text(summarize(groups)))
-    if partitioner is not None or not _are_all_replicated(groups):
-        parts.append(tabulate(groups, {slot.path for slot in slots}))
-    remarks = dict.fromkeys(row.remark for row in groups if row.remark)
+    parts.append(Text(summarize(rows)))
+    if partitioner is not None or not _are_all_replicated(rows):
+        parts.append(tabulate(rows, {slot.path for slot in slots}))
+    remarks = dict.fromkeys(row.remark for row in rows if row.remark)
     return Group(*parts, *(Text(f"  {word}: {why}") for word, why in remarks))
 
 
@@ -144,134 +130,85 @@ def list_processes(mesh: ReplicaMesh) -> Group:
       mesh: The mesh of the replicas.
 
     Returns:
-      The heading and a table. With more than 16 replicas, it has only the first
-      processes and devices, and the last ones.
+      The heading and a table of the first processes and devices.
     """
-    groups = list(_group_by_process(mesh).items())
-    is_many = mesh.num_replicas > MAX_DEVICES
-    num_devices = MAX_DEVICES_OF_PROCESS if is_many else len(mesh.devices)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    cores = mesh.cores_per_replica
+    for i in range(mesh.num_replicas):
+        devices = mesh.devices[i * cores : (i + 1) * cores]
+        processes = {device.process_index for device in devices}
+        groups.setdefault(tuple(sorted(processes)), []).append(i)
     table = Table.grid(padding=(0, 2))
-    for group in abbreviate(groups, MAX_PROCESSES if is_many else len(groups)):
-        if group is None:
-            table.add_row("...")
-            continue
-        processes, replicas = group
-        name = "process" if len(processes) == 1 else "processes"
-        names = map(format_device, _list_devices(mesh, replicas))
+    for processes, replicas in [*groups.items()][:MAX_PROCESSES]:
+        first, last = replicas[0], replicas[-1]
+        devices = mesh.devices[first * cores : (last + 1) * cores]
         table.add_row(
-            *[f"{name} {_join(processes)}"] * (mesh.num_processes > 1),
-            f"replica {replicas[0]}"
-            if len(replicas) == 1
-            else f"replicas {replicas[0]} to {replicas[-1]}",
-            _join(abbreviate(list(names), num_devices)),
+            *[name_processes(processes)] * (mesh.num_processes > 1),
+            f"replica {first}"
+            if first == last
+            else f"replicas {first} to {last}",
+            join_few([format_device(device) for device in devices]),
         )
+    if len(groups) > MAX_PROCESSES:
+        table.add_row("...")
     return Group(_make_heading(mesh), table)
 
 
-def _join(items: Iterable[object]) -> str:
-    return ", ".join("..." if item is None else str(item) for item in items)
-
-
-def group_variables(
-    variables: Sequence[keras.Variable],
-    mesh: ReplicaMesh,
-    partitioner: Partitioner | None = None,
-) -> dict[VariableRow, list[str]]:
-    """Groups variables that have equal rows in the table.
-
-    Args:
-      variables: The variables; duplicates are listed once.
-      mesh: The mesh of the replicas.
-      partitioner: The partitioner that shards variables, if any.
-
-    Returns:
-      For each row, the paths of its variables.
-    """
-    groups: dict[VariableRow, list[str]] = {}
-    for variable in {id(v): v for v in variables}.values():
-        row = describe_variable(variable, mesh, partitioner)
-        groups.setdefault(row, []).append(variable.path)
-    return groups
-
-
-def summarize(groups: Mapping[VariableRow, Sequence[str]]) -> str:
+def summarize(rows: Sequence[VariableRow]) -> str:
     """Returns a line of text on all variables."""
-    counts = [(row, len(paths)) for row, paths in groups.items()]
-    num_bytes, host_bytes = (
-        sum(row.num_bytes * n for row, n in counts if row.is_on_host == on_host)
-        for on_host in (False, True)
-    )
+    num_entries = sum(row.num_entries for row in rows)
     parts = [
-        format_count(sum(count for _, count in counts), "variable"),
-        format_count(
-            sum(row.num_entries * count for row, count in counts), "parameter"
-        ),
-        f"{num_bytes / BYTES_PER_MB:,.3f} MB on each device",
+        format_count(len(rows), "variable"),
+        format_count(num_entries, "parameter"),
     ]
-    if host_bytes:
-        size = f"{host_bytes / BYTES_PER_MB:,.3f}"
-        parts.append(f"{size} MB on the host for each device")
-    if _are_all_replicated(groups):
+    places = {False: "each device", True: "the host for each device"}
+    for on_host, where in places.items():
+        sizes = [row.num_bytes for row in rows if row.is_on_host == on_host]
+        if sizes or not on_host:
+            parts.append(f"{sum(sizes) / BYTES_PER_MB:,.3f} MB on {where}")
+    if _are_all_replicated(rows):
         parts.append("all replicated")
     return ", ".join(parts)
 
 
-def _are_all_replicated(groups: Mapping[VariableRow, Any]) -> bool:
-    return {row.sharding for row in groups} == {"replicated"}
+def _are_all_replicated(rows: Sequence[VariableRow]) -> bool:
+    return {row.sharding for row in rows} == {"replicated"}
 
 
-def tabulate(
-    groups: Mapping[VariableRow, Sequence[str]],
-    slots: Collection[str] = (),
-) -> Table:
-    """Lists groups of variables with their shardings and memory in a table.
+def tabulate(rows: Sequence[VariableRow], slots: Collection[str] = ()) -> Table:
+    """Lists variables with their shardings and memory in a table.
 
     Args:
-      groups: The result of `group_variables`.
+      rows: The variables. Equal ones are one row.
       slots: The paths of variables that an optimizer created. Slots with the
         same sharding are one row.
 
     Returns:
       A table of at most 40 rows: those that take the most memory on a device.
     """
+    groups: dict[tuple[str, str], list[VariableRow]] = {}
+    for row in rows:
+        array = SLOTS if row.path in slots else row.array
+        remark = f" ({row.remark[0]})" if row.remark else ""
+        groups.setdefault((array, row.sharding + remark), []).append(row)
+    sizes = {
+        key: sum(row.num_bytes for row in same) for key, same in groups.items()
+    }
     table = Table(box=rich.box.SIMPLE_HEAD)
-    rows: dict[tuple[str, str], tuple[list[str], int]] = {}
-    for row, paths in groups.items():
-        sharding = row.sharding + (f" ({row.remark[0]})" if row.remark else "")
-        for array in (row.array, SLOTS):
-            found = [p for p in paths if (p in slots) == (array == SLOTS)]
-            if found:
-                listed, num_bytes = rows.get((array, sharding), ([], 0))
-                num_bytes += row.num_bytes * len(found)
-                rows[array, sharding] = [*listed, *found], num_bytes
-    by_size = sorted(rows.items(), key=lambda item: item[1][1], reverse=True)
-    cells = [("variable", "", "array", "sharding", "MB a device")]
-    cells += [
-        (
-            _cut(first),
-            f"+ {len(others)}" if others else "",
-            array,
-            sharding,
-            f"{num_bytes / BYTES_PER_MB:,.3f}",
-        )
-        for (array, sharding), ((first, *others), num_bytes) in by_size[
-            :MAX_ROWS
-        ]
-    ]
-    for i, column in enumerate(zip(*cells, strict=True)):
-        is_number = column[0] in ("", "MB a device")
-        table.add_column(
-            column[0],
-            justify="right" if is_number else "left",
-            # In a narrow terminal only the paths are cut.
-            min_width=min(max(map(len, column)), MAX_WIDTH) if i else None,
-            overflow="ellipsis" if i else "fold",
-        )
-    for texts in cells[1:]:
+    # In a narrow terminal only the paths are cut.
+    table.add_column("variable", overflow="fold")
+    for name in ("", "array", "sharding", "MB a device"):
+        is_left = name in ("array", "sharding")
+        side = "left" if is_left else "right"
+        table.add_column(name, justify=side, no_wrap=True)
+    for key in sorted(sizes, key=lambda key: -sizes[key])[:MAX_ROWS]:
+        first, *others = groups[key]
+        more = f"+ {len(others)}" if others else ""
+        size = f"{sizes[key] / BYTES_PER_MB:,.3f}"
         # `Text`, because a path may contain rich's markup.
-        table.add_row(*map(Text, texts))
-    if len(rows) > MAX_ROWS:
-        table.add_row(f"... and {len(rows) - MAX_ROWS} more rows")
+        table.add_row(*map(Text, (_cut(first.path), more, *key, size)))
+    if len(groups) > MAX_ROWS:
+        table.add_row(f"... and {len(groups) - MAX_ROWS} more rows")
     return table
 
 
@@ -311,10 +248,15 @@ def describe_variable(
         sharding = describe_sharding(placed, mesh.devices)
         size = jax.dtypes.canonicalize_dtype(dtype).itemsize
         num_bytes = math.prod(placed.shard_shape(shape)) * size
+    num_entries, sizes = 0, "?"
+    if shape is not None:
+        num_entries = 0 if None in shape else math.prod(shape)
+        sizes = ",".join(map(str, shape))
     return VariableRow(
-        shape=shape,
-        dtype=dtype,
+        path=variable.path,
+        array=f"{dtype}[{sizes}]",
         sharding=sharding + (" on the host" if is_on_host(variable) else ""),
+        num_entries=num_entries,
         num_bytes=num_bytes,
         is_on_host=is_on_host(variable),
         remark=None
@@ -346,13 +288,6 @@ def describe_sharding(sharding: Sharding, devices: Sequence[jax.Device]) -> str:
     return type(sharding).__name__
 
 
-def abbreviate(items: Sequence[Any], num_shown: int) -> list[Any]:
-    """Returns the first items, None in place of omitted items, and the last."""
-    if len(items) <= num_shown:
-        return list(items)
-    return [*items[: num_shown - 2], None, items[-1]]
-
-
 def format_device(device: jax.Device) -> str:
     """Returns a device's name, such as "tpu:0"."""
     return f"{device.platform}:{device.id}"
@@ -375,20 +310,3 @@ def _make_heading(mesh: ReplicaMesh) -> Text:
     if mesh.num_processes > 1:
         text += f", {mesh.num_processes} processes"
     return Text(text)
-
-
-def _group_by_process(mesh: ReplicaMesh) -> dict[tuple[int, ...], list[int]]:
-    """Returns the ids of replicas by the processes that they belong to."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i in range(mesh.num_replicas):
-        devices = _list_devices(mesh, [i])
-        processes = {device.process_index for device in devices}
-        groups.setdefault(tuple(sorted(processes)), []).append(i)
-    return groups
-
-
-def _list_devices(
-    mesh: ReplicaMesh, replicas: Sequence[int]
-) -> list[jax.Device]:
-    cores = mesh.cores_per_replica
-    return list(mesh.devices[replicas[0] * cores : (replicas[-1] + 1) * cores])

@@ -4,7 +4,6 @@ import dataclasses
 import io
 import os
 import warnings
-from typing import Any
 
 import numpy as np
 from keras import tree
@@ -155,19 +154,14 @@ def _make_source(
     """Makes this process's source, without contacting other processes."""
     if isinstance(dataset, DistributedDataset):
         return dataset.source
-    if x := _list_arrays(dataset):
-        if not all(map(np.shape, x)):
-            num_rows(x)  # Raises if an array has no rows.
-        return keras_sources.make_array_source(x, size or 32)
+    leaves = [leaf for leaf in tree.flatten(dataset) if leaf is not None]
+    if leaves and keras_sources.are_arrays(leaves):
+        if not all(map(np.shape, leaves)):
+            num_rows(leaves)  # Raises if an array has no rows.
+        return keras_sources.make_array_source(leaves, size or 32)
     return choose_source.make_local_source(
         dataset, mesh, 0, policy=policy, batch_size=size
     )
-
-
-def _list_arrays(dataset: Dataset) -> list[Any]:
-    """Returns the arrays of a nest of arrays; [] for other data."""
-    leaves = [leaf for leaf in tree.flatten(dataset) if leaf is not None]
-    return leaves if keras_sources.are_arrays(leaves) else []
 
 
 def _compute_shares(

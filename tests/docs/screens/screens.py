@@ -43,15 +43,20 @@ import keras_strategies as ks
 import jax
 import keras
 
-strategy = ks.MirroredStrategy()
-with strategy.scope():
+
+def make_model():
     dense = keras.layers.Dense
     model = keras.Sequential([keras.Input((64,)), dense(64), dense(8)])
     model.compile("adam", "mse")
+    return model
+
+
+strategy = ks.MirroredStrategy()
 shapes = [jax.ShapeDtypeStruct((32, n), "float32") for n in (64, 8)]
 layouts = ["replicated", "sharded"]
 options = {"progress": False}
-print(strategy.plan(model, tuple(shapes), strategies=layouts, **options))
+plan = strategy.plan(make_model, tuple(shapes), strategies=layouts, **options)
+print(plan)
 """
 FIGURES = {
     "steps": 300,

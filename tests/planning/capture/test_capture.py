@@ -238,19 +238,6 @@ for batch in data:
     assert caught(tmp_path, LOOP + loop).step.rows == 24
 
 
-def test_values_that_a_function_makes_have_any_number_of_rows(tmp_path):
-    loop = """
-def made(context):
-    return x[:5], y[:5], np.float32(0.1)
-values = strategy.experimental_distribute_values_from_function(made)
-assert strategy.experimental_local_results(values)[0][2].shape == ()
-strategy.run(lambda values: step(values[:2]), args=(values,))
-"""
-    step = caught(tmp_path, LOOP + loop).step
-    assert step.rows == 8
-    assert "tensor<8x5x40xf32>" in step.lower(32).as_text()
-
-
 def test_two_batches_keep_their_shares(tmp_path):
     loop = """
 data = strategy.experimental_make_numpy_dataset((x, y))
@@ -309,7 +296,7 @@ def test_a_step_is_planned_in_the_contexts_of_its_script(tmp_path):
 
 
 def test_an_error_while_planning_is_not_the_scripts(tmp_path, monkeypatch):
-    def fail(worker, step, layout, capture):
+    def fail(worker, step, layout):
         raise ValueError("of the plan")
 
     monkeypatch.setattr(Worker, "_plan_step", fail)

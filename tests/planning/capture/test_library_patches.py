@@ -5,7 +5,6 @@ import keras
 import numpy as np
 import pytest
 
-from keras_strategies.planning.capture.library_patches import LibraryPatches
 from tests.planning.capture.scripts import HEAD, MIRRORED
 from tests.planning.capture.test_early_calls import run
 from tests.support.combinations import few
@@ -35,63 +34,31 @@ def _no_downloads(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "file"),
-    few(
-        [
-            (
-                "ResNet50",
-                "resnet50_weights_tf_dim_ordering_tf_kernels_notop.h5",
-            ),
-            ("EfficientNetB0", "efficientnetb0_notop.h5"),
-        ],
-        every=2,
-    ),
+    "name", few([("ResNet50",), ("EfficientNetB0",)], every=2)
 )
-def test_the_weights_of_an_application_are_not_downloaded(tmp_path, name, file):
-    capture = run(tmp_path, APPLICATION.format(name))
-    assert capture.step.rows == 8
-    note = capture.patches.note
-    assert note.endswith("were not loaded, because a plan needs no values.")
-    assert file in note
+def test_the_weights_of_an_application_are_not_downloaded(tmp_path, name):
+    assert run(tmp_path, APPLICATION.format(name)).step.rows == 8
 
 
 @pytest.mark.parametrize(
-    ("code", "name"),
+    "code",
     [
-        ("model.load_weights('nowhere/w.weights.h5')", "w.weights.h5"),
-        ("model.load_weights('w.h5', True)", "w.h5"),
-        ("keras.saving.load_weights(model, 'w.weights.h5')", "w.weights.h5"),
-        (
-            "path = keras.utils.get_file("
-            "origin='https://example.org/a/b.weights.h5')\n"
-            "model.load_weights(path)",
-            "b.weights.h5",
-        ),
+        "model.load_weights('nowhere/w.weights.h5')",
+        "model.load_weights('w.h5', True)",
+        "keras.saving.load_weights(model, 'w.weights.h5')",
+        "path = keras.utils.get_file("
+        "origin='https://example.org/a/b.weights.h5')\n"
+        "model.load_weights(path)",
     ],
 )
-def test_weights_are_not_read(tmp_path, code, name):
-    capture = run(tmp_path, f"{MIRRORED}{code}\nmodel.fit(x, y)")
-    assert capture.patches.note.startswith(f"The weights of '{name}' were")
+def test_weights_are_not_read(tmp_path, code):
+    assert run(tmp_path, f"{MIRRORED}{code}\nmodel.fit(x, y)").step.rows == 32
 
 
 def test_other_files_are_downloaded_as_before(tmp_path):
     code = "keras.utils.get_file('data.npz', 'https://example.org/data.npz')"
     with pytest.raises(AssertionError, match=r"downloads .*data\.npz"):
         run(tmp_path, f"import keras\n{code}")
-
-
-def test_nothing_is_said_of_scripts_that_load_nothing(tmp_path):
-    assert run(tmp_path, f"{MIRRORED}model.fit(x, y)").patches.note == ""
-
-
-def test_long_and_many_names_are_cut():
-    patches = LibraryPatches()
-    with patches.install():
-        model = keras.Sequential()
-        for number in range(5):
-            model.load_weights(f"{number}{'x' * 999}.weights.h5")
-    assert " and 2 more were not loaded" in patches.note
-    assert len(patches.note) < 400
 
 
 def test_a_model_is_loaded_from_its_file(tmp_path):

@@ -47,7 +47,7 @@ def test_a_program_that_does_not_fit_is_a_result():
     found = compiled(Lowered(double, message))
     assert isinstance(found, DoesNotFit)
     assert str(found) == message.splitlines()[0]
-    assert found.needed == 2 * 2**30
+    assert found.bytes_in_all == 2 * 2**30
 
 
 def test_another_error_is_raised():
@@ -88,7 +88,7 @@ REAL = (
 def test_an_error_of_too_little_memory_is_a_misfit(message, needed):
     found = compiling.parse_misfit(jax.errors.JaxRuntimeError(message))
     assert isinstance(found, DoesNotFit)
-    assert found.needed == needed
+    assert found.bytes_in_all == needed
     assert str(found) == message.splitlines()[0]
 
 

@@ -44,12 +44,6 @@ def test_rows_may_be_fewer_than_none():
     assert line(sized(1000.0), 1.0).find_rows_at(200.0) == -792
 
 
-def test_bytes_of_what_does_not_fit_are_as_the_compiler_says():
-    assert lines.get_bytes(sized(7.0)) == 7.0
-    assert lines.get_bytes(DoesNotFit("", 8.0)) == 8.0
-    assert lines.get_bytes(DoesNotFit("", None)) is None
-
-
 def test_bytes_in_all_are_of_arguments_outputs_and_temporaries():
     few = figures(argument_bytes=10.0, output_bytes=1.0, temporary_bytes=5.0)
     assert few.bytes_in_all == 16.0

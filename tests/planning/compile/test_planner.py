@@ -96,7 +96,6 @@ class Step:
         self.tokens = 128
         self.efforts, self.remat = [], None
         self.has_remat = False
-        self.narrow_sums = ""
         self.note, self.steps, self.logit_bytes = "", 1, 0.0
         self.shared, self.max_rows = 0.0, math.inf
         self.text = PRODUCT

@@ -93,20 +93,6 @@ def test_with_remat_is_said_only_where_it_saves():
     assert "RematScope" not in write_advice(one, has_remat=True)
 
 
-def test_sums_in_float32_are_named_if_they_take_long():
-    def advice(**given):
-        planned = step(estimate=times(**given))
-        return write_advice(planned, narrow_sums='Replicated("bfloat16")')
-
-    assert advice() == (
-        "Sums of gradients are sent in float32. "
-        '`Replicated("bfloat16")` sends half of the bytes.'
-    )
-    assert advice(links=0.04) == ""
-    assert advice(seconds=5e-3, links=9e-4) == ""
-    assert write_advice(step(estimate=times())) == ""
-
-
 def test_a_step_that_python_starts_more_slowly_than_it_runs():
     host = times(3e-4, 1e-4, 1e-4, 0.0, 0.01, host=3e-4)
     advice = write_advice(

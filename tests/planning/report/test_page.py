@@ -7,7 +7,7 @@ import re
 import pytest
 
 from keras_strategies.planning.report.table import Plan
-from tests.planning.made import step, times
+from tests.planning.made import step
 from tests.planning.report.test_table import PLAN
 
 pytestmark = pytest.mark.quick
@@ -64,11 +64,6 @@ def test_a_page_says_all_of_every_candidate():
         "activations 4.00 GB",
         "in total 10.0 GB",
         "limit 16.0 GB",
-        "16 devices, 16 replicas, 64 rows (4 on each replica)",
-        "step 500 ms",
-        "262,144 tokens, 128 rows",
-        "MFU at the largest bound's speed: 50 %",
-        "12 all-gather, 3.0 GB in total",
         "At full effort, as for training, a step may need up to 20 % less or "
         "50 % more memory.",
         "Use a larger group (`shards`), or a larger slice.",
@@ -93,7 +88,7 @@ def drawn(planned):
 
 
 def test_parts_of_memory_follow_each_other_up_to_the_limit():
-    ends = drawn(step(estimate=None))
+    ends = drawn(step())
     kinds = ["weights", "slots", "other", "gradients", "activations"]
     assert list(ends) == [*kinds, "temporary"]
     spans = list(ends.values())
@@ -111,18 +106,11 @@ def test_memory_without_a_category_is_shown():
     assert next(iter(drawn(step(memory={})))) == "unspecified"
 
 
-def test_the_longest_bar_is_the_step_or_its_largest_bound():
-    ends = drawn(step())
-    assert ends["step"][1] > ends["compute"][1] > ends["memory"][1]
-
-
 @pytest.mark.parametrize(
     "given",
     [
         {"bytes_in_all": 0.0, "memory": {}, "limit_bytes": None},
-        {"estimate": times(0.0, 0.0, 0.0, 0.0, None)},
         {"num_replicas": 0, "rows": 0},
-        {"counts": {"all-reduce": 1}, "sent": {}},
     ],
 )
 def test_nothing_is_a_page_too(given):
@@ -133,8 +121,7 @@ def test_everything_given_is_escaped():
     bad = "<script>\"&'`</code>"
     steps = [
         step(topology=bad, layout=bad, advice=bad, error=bad),
-        step(counts={bad: 1}, sent={bad: 1.0}),
     ]
     page = Page(Plan(steps=steps, notes=(bad,)).to_html())
     assert not page.all_of("script")
-    assert page.text.count("<script>") > 6
+    assert page.text.count("<script>") > 4
