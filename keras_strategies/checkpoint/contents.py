@@ -15,7 +15,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies._types import Tree
+from keras_strategies._types import Array, Tree
 from keras_strategies.checkpoint import nests
 from keras_strategies.checkpoint.directory import verify
 from keras_strategies.checkpoint.directory.documents import (
@@ -96,7 +96,10 @@ def pack_checkpoint(groups: Groups, state: Tree) -> tuple[Arrays, Document]:
     if extra or not arrays:
         # Orbax does not store a tree that contains no arrays.
         arrays[STATE] = extra or {"none": np.zeros(1)}
-    variables = describe_arrays(arrays)
+    variables = {
+        group: {n: _describe_array(array) for n, array in entries.items()}
+        for group, entries in arrays.items()
+    }
     document = {"version": VERSION, "variables": variables, "state": state}
     return arrays, document
 
@@ -127,17 +130,6 @@ def load_document(path: str | os.PathLike[str]) -> Document:
             "the checkpoint."
         )
     return document
-
-
-def describe_arrays(arrays: Arrays) -> dict[str, dict[str, list[Any]]]:
-    """Lists the shape and dtype of each array, for the document."""
-    return {
-        group: {
-            name: [list(np.shape(array)), str(array.dtype)]
-            for name, array in entries.items()
-        }
-        for group, entries in arrays.items()
-    }
 
 
 def match_variables(
@@ -207,7 +199,7 @@ def select_arrays(
     entries = iter(saved.items())
     for name, variable in name_variables(variables).items():
         wanted = strip_numbers(name)
-        kind = _describe_variable(variable)
+        kind = _describe_array(variable.value)
         # All searches use the same iterator `entries`, so that each search
         # continues after the entry that the previous one found.
         for other, entry in entries:
@@ -286,9 +278,9 @@ def _pair_variables(
     return dict(zip(saved, present.values(), strict=True))
 
 
-def _describe_variable(variable: keras.Variable) -> list[Any]:
-    """Returns a variable's shape and dtype as a document contains them."""
-    return [list(variable.shape), str(variable.value.dtype)]
+def _describe_array(array: Array) -> list[Any]:
+    """Returns an array's shape and dtype as a document contains them."""
+    return [list(array.shape), str(array.dtype)]
 
 
 def _find_mismatches(
@@ -299,7 +291,7 @@ def _find_mismatches(
         f"{group} {name}: {there[1]}{there[0]} in the checkpoint, "
         f"{here[1]}{here[0]} here"
         for name, variable in pairs.items()
-        if (there := saved[name]) != (here := _describe_variable(variable))
+        if (there := saved[name]) != (here := _describe_array(variable.value))
     ]
 
 

@@ -19,7 +19,7 @@ from keras_strategies.cluster.exchange.host_exchange import Agreement
 from keras_strategies.cluster.exchange.message_forms import (
     MAX_MESSAGE,
     Either,
-    find_problem,
+    has_form,
     load_form,
 )
 
@@ -70,13 +70,11 @@ def select_local_states(
       ValueError: if `state` is not a result of `gather_states`, or contains the
         states of a different number of processes.
     """
-    problem = find_problem(state, _STATES)
-    if problem is not None:
+    if not has_form(state, _STATES):
         raise ValueError(
             "Objects must be restored from a checkpoint that contains their "
-            f"states. Received: {where}, whose state is malformed: {problem}. "
-            "Pass a checkpoint that a `CheckpointManager` or `Checkpoint.save` "
-            "has written."
+            f"states. Received: {where}, whose state is malformed. Pass a "
+            "checkpoint of a `CheckpointManager` or of `Checkpoint.save`."
         )
     if "all" in state:
         return state["all"]
@@ -184,7 +182,7 @@ def join(state: Tree, arrays: Mapping[str, Any]) -> Tree:
     if mark not in _FORMS:
         return {key: join(v, arrays) for key, v in state.items()}
     content = state[mark]
-    if find_problem(content, _FORMS[mark]) is not None:
+    if not has_form(content, _FORMS[mark]):
         raise _make_error(f"the value of {mark!r} is malformed")
     if mark == _ARRAY:
         if content not in arrays:
@@ -229,9 +227,8 @@ def unpack(text: str) -> Tree:
         plain, sent = load_form(
             text, (object, dict), max_characters=MAX_MESSAGE, has_nan=True
         )
-        problem = find_problem([*sent.values()], [_ARRAY_FORM])
-        if problem is not None:
-            raise ValueError(problem)
+        if not has_form([*sent.values()], [_ARRAY_FORM]):
+            raise ValueError("an array has a wrong structure")
         arrays = {name: _decode_array(*array) for name, array in sent.items()}
     except ValueError as error:
         raise _make_error(str(error)) from None

@@ -24,10 +24,7 @@ from keras_strategies.checkpoint.orbax_io import (
     make_checkpointer,
     restore_arrays,
 )
-from keras_strategies.cluster.exchange.message_forms import (
-    find_problem,
-    is_count,
-)
+from keras_strategies.cluster.exchange.message_forms import has_form, is_count
 from keras_strategies.fit.callbacks.callback_states import (
     has_swapped_averages,
 )
@@ -153,8 +150,8 @@ def read_position(document: contents.Document, path: str) -> tuple[int, int]:
       DamagedCheckpoint: if the document does not contain these numbers.
     """
     state = document["state"]
-    problem = find_problem(state, _PLACE, "its state")
-    if problem is not None:
+    if not has_form(state, _PLACE):
+        problem = "its state has a wrong structure"
         raise make_damage_error(path, names.RUN, problem)
     return state["epoch"], state["step"]
 

@@ -1,10 +1,9 @@
-"""Loading the weights of checkpoints, and restoring what is not built yet."""
+"""Loading the weights of checkpoints, and building optimizers for them."""
 
 import contextlib
-import functools
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -30,57 +29,17 @@ Names = Mapping[str, Mapping[str, Any]]
 """Variables of a checkpoint, by object name and variable name."""
 
 _MAX_SHOWN = 8
-_BUILT = (keras.Model, keras.optimizers.Optimizer)
 _FIX = "Call the model on one batch, or start its layers with a `keras.Input`."
 
 
-def find_waiting(objects: Objects) -> dict[str, Any]:
-    """Returns models that are not built, and optimizers beside them.
-
-    Raises:
-      ValueError: if a model has weights, or no `call`: `build` may not run.
-    """
-    waiting = {}
-    for name, value in objects.items():
-        parts = [p for p in iter_leaves(value) if isinstance(p, _BUILT)]
-        if not all(part.built for part in parts):
-            waiting[name] = value
-        for model in _find_unbuilt(parts):
-            if model.weights or type(model).call is keras.Model.call:
-                raise ValueError(
-                    "A model must be built before a checkpoint is restored "
-                    f"into it. Received: {name}={model.name!r}, which is not "
-                    f"built. {_FIX}"
-                )
-    return waiting if _find_unbuilt(waiting) else {}
-
-
-def restore_when_built(objects: Objects, restore: Callable[[], object]) -> None:
-    """Calls `restore` as soon as all models among the objects are built."""
-    models = _find_unbuilt(objects)
-
-    def build(original: Any, model: Any, /, *args: Any, **words: Any) -> None:
-        original(*args, **words)
-        if any(v._value is None for v in model.variables):
-            raise RuntimeError(
-                "A model that waits for a checkpoint must be built outside of "
-                f"steps and `fit`. Received: {model.name!r}. {_FIX}"
+def check_built(objects: Objects) -> None:
+    """Raises ValueError if a model among the objects is not built."""
+    for model in _find_instances(keras.Model, objects):
+        if not model.built:
+            raise ValueError(
+                "A model must be built before a checkpoint is restored into "
+                f"it. Received: {model.name!r}, which is not built. {_FIX}"
             )
-        object.__setattr__(model, "build", original)
-        if all(each.built for each in models):
-            for optimizer in _iter_optimizers(objects):
-                # The names of its slots do not begin with the model's.
-                optimizer.__dict__["_parent_path"] = ""
-            restore()
-
-    for model in models:
-        wrapper = functools.partial(build, model.build, model)
-        functools.update_wrapper(wrapper, model.build)
-        object.__setattr__(model, "build", wrapper)
-
-
-def _find_unbuilt(value: object) -> list[keras.Model]:
-    return [m for m in _find_instances(keras.Model, value) if not m.built]
 
 
 def build_optimizers(objects: Objects, saved: Names) -> None:

@@ -164,15 +164,6 @@ class TaskInfo:
     num_processes: int
     addresses: tuple[str | None, ...]
 
-    def __post_init__(self) -> None:
-        process, count = self.process_id, self.num_processes
-        if process is not None and not 0 <= process < count:
-            raise ValueError(
-                "`process_id` must be from 0 to `num_processes` - 1. "
-                f"Received: process_id={process}, num_processes={count}. "
-                "Number the processes from 0."
-            )
-
     @property
     def coordinator_address(self) -> str | None:
         """The chief's address, to which processes connect; None if unknown."""

@@ -8,6 +8,7 @@ from keras_strategies.cluster.addresses import (
     parse_index,
     shorten,
 )
+from keras_strategies.cluster.checks import check_number
 from keras_strategies.cluster.spec import ClusterSpec, TaskInfo
 
 ROLES = ("chief", "worker", "evaluator", "ps")
@@ -135,6 +136,8 @@ def make_task_info(
     check_address(coordinator_address, "process 0")
     count = parse_index(num_processes, "`num_processes`")
     process = parse_index(process_id, "`process_id`")
+    fix = "Number the processes from 0."
+    check_number("`process_id`", process, fix, maximum=count - 1)
     return TaskInfo(
         type="worker",
         index=process,
@@ -227,11 +230,7 @@ def _check_task(task_type: str | None, task_id: int | None) -> tuple[str, int]:
     index = parse_index(task_id, "The index of this process's task")
     if task_type == "ps":
         raise ValueError(_SERVERS)
-    if task_type not in ROLES:
-        raise ValueError(
-            f"A task's type must be one of {', '.join(map(repr, ROLES))}. "
-            f"Received: {shorten(task_type)}. {_ROLE_FIX}"
-        )
+    check_roles(ClusterSpec({task_type: []}))
     return task_type, index
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_strategies._types import Array, Shape, Tree
 from keras_strategies.cluster.array_kinds import is_shape, parse_dtype
-from keras_strategies.cluster.exchange.message_forms import Form, find_problem
+from keras_strategies.cluster.exchange.message_forms import Form, has_form
 from keras_strategies.cluster.untrusted import load_json
 
 _MAX_CHARACTERS = 1 << 20
@@ -132,11 +132,8 @@ def _decode(value: object) -> Tree:
     kind: tuple[str, ...] = ()
     if isinstance(value, dict):
         kind = tuple(sorted(value))
-    problem = "a part of it describes neither a nest nor an array"
-    if kind in _FORMS:
-        problem = find_problem(value, _FORMS[kind], "a part of it")
-    if problem is not None or not isinstance(value, dict):
-        raise _make_error(str(problem))
+    if not isinstance(value, dict) or not has_form(value, _FORMS.get(kind)):
+        raise _make_error("a part of it describes neither a nest nor an array")
     if "dtype" in value:
         try:
             return np.zeros((0, *value["shape"]), parse_dtype(value["dtype"]))

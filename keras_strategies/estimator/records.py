@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.seam import (
     Scalars,
-    find_problem,
+    has_form,
     is_count,
     load_form,
     open_regular,
@@ -161,7 +161,7 @@ def _parse_line(line: bytes) -> tuple[int, dict[str, float]] | None:
 
 def _are_numbers(value: object) -> bool:
     is_dict = isinstance(value, dict)
-    return is_dict and find_problem([*value.values()], [float]) is None
+    return is_dict and has_form([*value.values()], [float])
 
 
 _ENTRY = {GLOBAL_STEP: is_count, "metrics": _are_numbers}

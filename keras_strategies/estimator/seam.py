@@ -14,7 +14,7 @@ from keras_strategies.cluster.checks import check_number as check_number
 from keras_strategies.cluster.checks import check_type as check_type
 from keras_strategies.cluster.exchange.message_forms import Form as Form
 from keras_strategies.cluster.exchange.message_forms import (
-    find_problem as find_problem,
+    has_form as has_form,
 )
 from keras_strategies.cluster.exchange.message_forms import is_count as is_count
 from keras_strategies.cluster.exchange.message_forms import (

@@ -438,7 +438,7 @@ def test_libtpu_says_what_a_program_needs_that_does_not_fit(
     assert f"available HBM ({available}G)" in message
     misfit = parse_misfit(caught.value)
     assert misfit is not None
-    assert misfit.needed == 2 * gib * 2**30
+    assert misfit.bytes_in_all == 2 * gib * 2**30
     assert find_memory(device) == int(available * 2**30)
 
 

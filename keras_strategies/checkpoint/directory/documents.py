@@ -10,7 +10,7 @@ from keras_strategies.checkpoint.directory.files import (
 )
 from keras_strategies.checkpoint.directory.names import RUN
 from keras_strategies.cluster.array_kinds import is_dtype_name, is_shape
-from keras_strategies.cluster.exchange.message_forms import find_problem
+from keras_strategies.cluster.exchange.message_forms import has_form
 
 VERSION = 1
 """The version of documents that this code reads and writes."""
@@ -46,11 +46,10 @@ def read_document(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _is_complete(document: dict[str, Any]) -> bool:
-    if find_problem(document, {"state": object, "variables": dict}) is not None:
+    if not has_form(document, {"state": object, "variables": dict}):
         return False
-    groups = document["variables"].values()
-    return all(isinstance(group, dict) for group in groups) and all(
-        find_problem(entry, (is_shape, is_dtype_name)) is None
-        for group in groups
-        for entry in group.values()
+    return all(
+        isinstance(group, dict)
+        and has_form([*group.values()], [(is_shape, is_dtype_name)])
+        for group in document["variables"].values()
     )

@@ -32,7 +32,7 @@ from keras_strategies.checkpoint.directory.names import (
     step_path,
 )
 from keras_strategies.cluster.exchange.message_forms import (
-    find_problem,
+    has_form,
     is_count,
     load_form,
 )
@@ -82,7 +82,7 @@ class Manifest:
 
 
 def _are_files(value: object) -> bool:
-    return isinstance(value, dict) and not find_problem(
+    return isinstance(value, dict) and has_form(
         [*value.values()], [(is_count, str)]
     )
 
@@ -225,9 +225,8 @@ def _parse(path: pathlib.Path, text: bytes) -> Manifest:
         raise make_error(f"it is not a valid manifest: {error}") from None
     if content["version"] != VERSION:
         raise make_error(f"its version is not {VERSION}", _NEWER)
-    problem = find_problem(content, _FORM)
-    if problem is not None:
-        raise make_error(f"it is not a valid manifest: {problem}")
+    if not has_form(content, _FORM):
+        raise make_error("it is not a valid manifest: a wrong structure")
     files = content["files"].items()
     manifest = Manifest(
         step=content["step"],

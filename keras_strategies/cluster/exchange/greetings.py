@@ -6,7 +6,7 @@ from typing import Any
 from keras_strategies.cluster.exchange import job_secret
 from keras_strategies.cluster.exchange.job_secret import VARIABLE, Secret
 from keras_strategies.cluster.exchange.message_forms import (
-    find_problem,
+    has_form,
     load_form,
 )
 
@@ -57,7 +57,7 @@ def parse_hello(text: bytes) -> dict[str, Any] | None:
     if message is None or message.keys() - {"nonce"} != HELLO_KINDS.keys():
         return None
     form = HELLO_KINDS | {"nonce?": job_secret.is_nonce}
-    if find_problem(message, form) is not None:
+    if not has_form(message, form):
         return None
     if max(abs(message["process"]), abs(message["count"])) > MAX:
         return None

@@ -43,17 +43,6 @@ def is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < _MAX
 
 
-def find_problem(value: object, form: Form, name: str = "it") -> str | None:
-    """Returns a problem's description if a JSON value does not have a form.
-
-    Args:
-      value: A value that `load_json` returned.
-      form: See `Form`.
-      name: The value's name, for the returned text.
-    """
-    return None if _has_form(value, form) else f"{name} has a wrong structure"
-
-
 def load_form(
     text: str | bytes, form: Form, *, max_characters: int, has_nan: bool = False
 ) -> Any:
@@ -73,9 +62,8 @@ def load_form(
         the problem, as `load_json`'s does.
     """
     value = load_json(text, max_characters=max_characters, has_nan=has_nan)
-    problem = find_problem(value, form)
-    if problem is not None:
-        raise ValueError(problem)
+    if not has_form(value, form):
+        raise ValueError("it has a wrong structure")
     return value
 
 
@@ -123,11 +111,17 @@ def read_messages(
     return received
 
 
-def _has_form(value: Any, form: Form) -> bool:
+def has_form(value: Any, form: Form) -> bool:
+    """Returns whether a JSON value has a form.
+
+    Args:
+      value: A value that `load_json` returned.
+      form: See `Form`.
+    """
     if isinstance(form, Either):
-        return any(_has_form(value, one) for one in form.forms)
+        return any(has_form(value, one) for one in form.forms)
     if isinstance(form, UnionType):
-        return any(_has_form(value, one) for one in form.__args__)
+        return any(has_form(value, one) for one in form.__args__)
     if isinstance(form, dict):
         return isinstance(value, dict) and all(
             _has_entry(value, key, inner) for key, inner in form.items()
@@ -137,7 +131,7 @@ def _has_form(value: Any, form: Form) -> bool:
             return False
         forms = form * len(value) if isinstance(form, list) else form
         is_such = len(value) == len(forms)
-        return is_such and all(map(_has_form, value, forms))
+        return is_such and all(map(has_form, value, forms))
     if form is None or form is type(None):
         return value is None
     if isinstance(form, type):
@@ -150,4 +144,4 @@ def _has_entry(value: dict[str, Any], key: str, form: Form) -> bool:
     entry = key.removesuffix("?")
     if entry not in value:
         return key != entry
-    return _has_form(value[entry], form)
+    return has_form(value[entry], form)

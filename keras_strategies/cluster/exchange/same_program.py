@@ -114,9 +114,7 @@ def compare(processes: tuple[int, ...], traced: Traced) -> None:
     )
     digests = agreement.exchange(compute_digest(traced.text))
     if len(set(digests)) > 1:
-        raise RuntimeError(
-            _describe_difference(agreement, processes, digests, traced)
-        )
+        raise RuntimeError(_describe_difference(agreement, processes, traced))
     agreement.end()
     _compared[traced.program].add(traced.key)
 
@@ -147,33 +145,23 @@ def _describe_program(closed: "ClosedJaxpr") -> str:
     return "\n".join(lines)
 
 
-def _iter_constants(
-    closed: "ClosedJaxpr | Jaxpr",
-) -> Iterator[Any]:
+def _iter_constants(closed: "ClosedJaxpr") -> Iterator[Any]:
     """Yields all constant arrays of a program, including nested programs."""
-    yield from getattr(closed, "consts", ())
-    for equation in getattr(closed, "jaxpr", closed).eqns:
-        for operand in equation.invars:
-            literal = getattr(operand, "val", 0)
-            if np.ndim(literal):
-                yield literal
-        for inner in _iter_inner(equation):
-            yield from _iter_constants(inner)
+    for program in _iter_programs(closed):
+        yield from getattr(program, "consts", ())
+        for equation in program.eqns:
+            literals = (getattr(x, "val", 0) for x in equation.invars)
+            yield from filter(np.ndim, literals)
 
 
-def _iter_equations(closed: "ClosedJaxpr | Jaxpr") -> Iterator["JaxprEqn"]:
-    """Yields all equations of a program, including nested programs."""
-    for equation in getattr(closed, "jaxpr", closed).eqns:
-        yield equation
-        for inner in _iter_inner(equation):
-            yield from _iter_equations(inner)
-
-
-def _iter_inner(equation: "JaxprEqn") -> Iterator[Any]:
-    for value in equation.params.values():
-        for inner in value if isinstance(value, tuple | list) else [value]:
-            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                yield inner
+def _iter_programs(program: "ClosedJaxpr | Jaxpr") -> Iterator[Any]:
+    """Yields a program and all programs in its equations."""
+    yield program
+    for equation in program.eqns:
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                if hasattr(inner, "eqns"):
+                    yield from _iter_programs(inner)
 
 
 def _describe_constant(value: Array) -> str:
@@ -213,25 +201,36 @@ def find_first_difference(agreement: Agreement, lines: list[str]) -> int:
 
 
 def _describe_difference(
-    agreement: Agreement,
-    processes: tuple[int, ...],
-    digests: list[str],
-    traced: Traced,
+    agreement: Agreement, processes: tuple[int, ...], traced: Traced
 ) -> str:
     """Describes the first line in which programs differ. Collective."""
     lines = traced.text.splitlines()[:_MAX_LINES]
     first = find_first_difference(agreement, lines)
     shown = agreement.exchange(_show_line(traced, first))
     agreement.end()
-    groups: dict[str, list[int]] = {}
-    for process, digest in zip(processes, digests, strict=True):
-        groups.setdefault(digest, []).append(process)
-    there = dict(zip(processes, map(clean_text, shown), strict=True))
-    parts = [f"{name_processes(g)}: {there[g[0]]}" for g in groups.values()]
+    parts = group_processes(processes, shown, "{0}: {1}")
     return (
         "All processes must run the same program. Received: traced programs "
-        f"whose first different line is {first + 1} ({'; '.join(parts)}). "
-        f"{_FIX}"
+        f"whose first different line is {first + 1} ({parts}). {_FIX}"
+    )
+
+
+def group_processes(
+    processes: tuple[int, ...], texts: list[str], form: str
+) -> str:
+    """Returns what processes have sent, with the processes that have sent it.
+
+    Args:
+      processes: The numbers of the processes.
+      texts: Their texts, which are not trusted.
+      form: The text of a group: {0} is its processes, {1} what they have sent.
+    """
+    groups: dict[str, list[int]] = {}
+    for process, text in zip(processes, texts, strict=True):
+        groups.setdefault(clean_text(text), []).append(process)
+    return "; ".join(
+        form.format(name_processes(group), text)
+        for text, group in groups.items()
     )
 
 
@@ -272,9 +271,10 @@ def _locate(closed: "ClosedJaxpr", place: str) -> str:
     def is_there(frame: Any) -> bool:
         return place.startswith(f"{frame.file_name}:{frame.line_num}:")
 
-    for equation in _iter_equations(closed):
-        if any(map(is_there, _list_frames(equation))):
-            return _locate_user(equation)
+    for program in _iter_programs(closed):
+        for equation in program.eqns:
+            if any(map(is_there, _list_frames(equation))):
+                return _locate_user(equation)
     return ""
 
 

@@ -13,27 +13,21 @@ variables.
 
 import dataclasses
 import functools
-import json
 import re
 
-from keras_strategies.cluster.addresses import name_processes
-from keras_strategies.cluster.exchange.greetings import clean_text
 from keras_strategies.cluster.exchange.host_exchange import (
     CREATING,
     SAME_VARIABLES,
     SAME_VARIABLES_FIX,
     Agreement,
 )
-from keras_strategies.cluster.exchange.message_forms import (
-    Either,
-    read_messages,
-)
 from keras_strategies.cluster.exchange.same_program import (
     compute_digest,
     find_first_difference,
+    group_processes,
 )
 
-_MAX_FIELD = 200
+_MAX_SHOWN = 1000
 # After this number of values, the store forgets them.
 _MAX_SHARED = 256
 # The numbers of Keras's names: they count the layers that a process has
@@ -167,25 +161,10 @@ def _describe_difference(
     """Describes the first variable that differs. Collective."""
     keys = [repr(variable.get_key()) for variable in noted]
     first = find_first_difference(agreement, keys)
-    mine = None
+    mine = "no further variable"
     if first < len(noted):
-        fields = dataclasses.asdict(noted[first])
-        mine = {name: text[:_MAX_FIELD] for name, text in fields.items()}
-    texts = agreement.exchange(json.dumps(mine))
+        mine = f"variable {noted[first]}"[:_MAX_SHOWN]
+    texts = agreement.exchange(mine)
     agreement.end()
-    names = [field.name for field in dataclasses.fields(Note)]
-    form = Either((None, dict.fromkeys(names, str)))
-    received = read_messages(
-        texts, form, processes=processes, about="different variables"
-    )
-    groups: dict[str, list[int]] = {}
-    for process, other in zip(processes, received, strict=True):
-        text = "no further variable"
-        if other:
-            found = {name: clean_text(other[name]) for name in names}
-            text = f"variable {Note(**found)}"
-        groups.setdefault(text, []).append(process)
-    shown = "; ".join(
-        f"{text} in {name_processes(group)}" for text, group in groups.items()
-    )
+    shown = group_processes(processes, texts, "{1} in {0}")
     return f"{SAME_VARIABLES} Received: {shown}. {SAME_VARIABLES_FIX}"

@@ -20,7 +20,6 @@ _HOST = "MASTER_ADDR"
 _PORT = "MASTER_PORT"
 _RANK = "RANK"
 _COUNT = "WORLD_SIZE"
-_LOCAL_RANK = "LOCAL_RANK"
 _JAX_PORT = "JAX_COORDINATOR_PORT"
 # torchrun sets this variable if its own agent listens on MASTER_PORT.
 _AGENT_LISTENS = "TORCHELASTIC_USE_AGENT_STORE"
@@ -70,6 +69,7 @@ class TorchrunClusterResolver(ClusterResolver):
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._port = None if port is None else check_port(port, "`port`")
+        self._task_type = "worker"
         self._rpc_layer = rpc_layer
         self._environ = environ
 
@@ -85,17 +85,9 @@ class TorchrunClusterResolver(ClusterResolver):
         """The number of training processes: the value of WORLD_SIZE."""
         return read_number(self._environ_now, _COUNT, _SETTER, minimum=1)
 
-    def _find_task_type(self) -> str:
-        return "worker"
-
     def _find_task_id(self) -> int:
         last = self.num_processes - 1
         return read_number(self._environ_now, _RANK, _SETTER, maximum=last)
-
-    @property
-    def local_rank(self) -> int:
-        """The index of this process on its host, from LOCAL_RANK."""
-        return read_number(self._environ_now, _LOCAL_RANK, _SETTER)
 
     def _read_port(self) -> int:
         if self._port is not None:

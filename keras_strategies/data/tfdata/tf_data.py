@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_strategies._types import Dataset, Tree
-from keras_strategies.cluster.exchange.message_forms import Either, find_problem
+from keras_strategies.cluster.exchange.message_forms import Either, has_form
 from keras_strategies.cluster.untrusted import load_json
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.source import (
@@ -189,7 +189,7 @@ class TfDataSource(Source):
         if self._epochs is None or seed in (None, self.seed):
             return
         document = load_json(str(seed), max_characters=_MAX_SEED)
-        if find_problem(document, _SEED) is not None:
+        if not has_form(document, _SEED):
             raise ValueError("`seed` must be a value of `Source.seed`.")
         # Starts from a new graph, because caches of the present one may contain
         # rows in the previous order.

@@ -147,13 +147,11 @@ def _set_state(callback: Any, state: State) -> None:
 
 
 def _check(callback: object, state: object, form: message_forms.Form) -> None:
-    problem = message_forms.find_problem(state, form)
-    if problem is not None:
+    if not message_forms.has_form(state, form):
         raise ValueError(
             "A callback can only resume from the state of a callback of the "
             "same class. Received: an invalid state for "
-            f"`{type(callback).__name__}` ({problem}). Use an earlier "
-            "checkpoint."
+            f"`{type(callback).__name__}`. Use an earlier checkpoint."
         )
 
 

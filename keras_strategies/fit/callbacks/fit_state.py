@@ -13,7 +13,7 @@ import numpy as np
 from keras_strategies._types import Array, Logs
 from keras_strategies.cluster.exchange.message_forms import (
     Either,
-    find_problem,
+    has_form,
     is_count,
 )
 from keras_strategies.cluster.exchange.rounds import Rounds
@@ -200,12 +200,11 @@ class FitState:
             it contains the positions of process-local data for another number
             of processes.
         """
-        problem = find_problem(state, _STATE)
-        if problem is not None:
+        if not has_form(state, _STATE):
             raise ValueError(
                 "A fit can only resume from a state that another fit saved. "
-                f"Received: an invalid state ({problem}). Use an earlier "
-                "checkpoint."
+                f"Received: an invalid state of type {type(state).__name__}. "
+                "Use an earlier checkpoint."
             )
         self.saved = state
         self.epoch, self.step = state["epoch"], state["step"]
