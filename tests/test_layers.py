@@ -109,7 +109,7 @@ LOGIC_LINES = {
     "kernels": 2104,
     "migrate": 1482,
     "names": 266,
-    "passes": 5161,
+    "passes": 4899,
     "planning": 2514,
     "reporting": 894,
     "run": 675,

@@ -14,6 +14,7 @@ from jax.extend.core import (
 )
 
 from keras_strategies._types import Array, Equation, Tree
+from keras_strategies.passes.stages import rewrite_programs
 
 _REMAT = ("checkpoint", "remat2")
 """JAX's names of the primitive of `jax.checkpoint`."""
@@ -39,8 +40,8 @@ def count_training_flops(
         results = jax.tree.leaves(forward(weights, *args))
         return [x for x in results if jax.numpy.issubdtype(x.dtype, np.inexact)]
 
-    jaxpr = _save_everything(jax.make_jaxpr(differentiable)(weights, *args))
-    function = jaxpr_as_fun(jaxpr)
+    traced = jax.make_jaxpr(differentiable)(weights, *args)
+    function = jaxpr_as_fun(rewrite_programs(traced, _save_everything))
 
     def both(weights: Sequence[Array], rest: Sequence[Array]) -> Tree:
         results, pull_back = jax.vjp(lambda w: function(*w, *rest), weights)
@@ -50,22 +51,15 @@ def count_training_flops(
     return count_flops(jax.make_jaxpr(both)(list(weights), rest))
 
 
-def _save_everything(jaxpr: Any) -> Any:
-    """Returns the traced program with nothing to rematerialize."""
-    if type(jaxpr) is tuple:
-        return tuple(map(_save_everything, jaxpr))
-    if not isinstance(jaxpr, Jaxpr):
-        # JAX 0.11 has one class for both.
-        if isinstance(jaxpr, ClosedJaxpr):
-            return jaxpr.replace(jaxpr=_save_everything(jaxpr.jaxpr))
-        return jaxpr
-    equations: list[Any] = []
-    for equation in jaxpr.eqns:
-        params = {k: _save_everything(v) for k, v in equation.params.items()}
-        if equation.primitive.name in _REMAT:
-            params["policy"] = jax.checkpoint_policies.everything_saveable
-        equations.append(equation.replace(params=params))
-    return jaxpr.replace(eqns=equations)
+def _save_everything(jaxpr: Jaxpr) -> list[Any]:
+    """Returns a program's equations with nothing to rematerialize."""
+    policy = jax.checkpoint_policies.everything_saveable
+    return [
+        equation.replace(params={**equation.params, "policy": policy})
+        if equation.primitive.name in _REMAT
+        else equation
+        for equation in jaxpr.eqns
+    ]
 
 
 def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> float:
@@ -103,23 +97,16 @@ def _count_convolution(equation: Equation) -> float:
     out = equation.outvars[0].aval.shape
     total = 2.0 * kernel[numbers.rhs_spec[1]]
     total *= out[numbers.out_spec[0]] * out[numbers.out_spec[1]]
-    sizes = zip(
-        numbers.lhs_spec[2:],
-        numbers.rhs_spec[2:],
-        numbers.out_spec[2:],
-        params["window_strides"],
-        params["padding"],
-        params["lhs_dilation"],
-        params["rhs_dilation"],
-        strict=True,
-    )
-    for lhs_dim, rhs_dim, out_dim, stride, (
-        before,
-        _,
-    ), spread, holes in sizes:
+    dims = zip(*(spec[2:] for spec in numbers), strict=True)
+    for k, (lhs_dim, rhs_dim, out_dim) in enumerate(dims):
         total *= count_positions(
-            *(lhs[lhs_dim], kernel[rhs_dim], out[out_dim]),
-            *(stride, before, spread, holes),
+            lhs[lhs_dim],
+            kernel[rhs_dim],
+            out[out_dim],
+            stride=params["window_strides"][k],
+            before=params["padding"][k][0],
+            spread=params["lhs_dilation"][k],
+            holes=params["rhs_dilation"][k],
         )
     return total
 

@@ -11,6 +11,7 @@ References:
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -92,21 +93,18 @@ def _make_array(
     # A boolean (`pred`) takes a byte.
     width = 8 if kind == "pred" else int(bits or 0)
     dims = _parse_numbers(sizes)
-    padded = list(dims)
     tile = _TILE.search(layout or "")
     tiled = _parse_numbers(tile[1])[::-1] if tile is not None and dims else ()
-    rest = 1
-    minor = _parse_numbers(order or "")
-    for place, number in enumerate(tiled):
-        if place < len(minor):
-            dim = minor[place]
-            padded[dim] = -(-padded[dim] // number) * number
-        else:
-            rest *= number
+    minor = _parse_numbers(order or "") or range(len(dims))
+    # If there are more tiled dimensions than dimensions, these have size 1.
+    columns = itertools.zip_longest(
+        [dims[dim] for dim in minor], tiled, fillvalue=1
+    )
+    padded = math.prod(-(-size // number) * number for size, number in columns)
     return Array(
         dims=dims,
         size=math.prod(dims) * width // 8,
-        padded=math.prod(padded) * rest * width // 8,
+        padded=padded * width // 8,
         is_on_chip=_ON_CHIP.search(layout or "") is not None,
     )
 
@@ -126,6 +124,7 @@ class Instruction:
       literal: The text between the operands' parentheses.
       attributes: The text after the operands.
       result: The text of its result's shape.
+      is_root: Whether its result is that of the computation.
     """
 
     name: str
@@ -134,6 +133,7 @@ class Instruction:
     literal: str
     attributes: str
     result: str
+    is_root: bool = False
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -230,11 +230,10 @@ def parse(text: str) -> Program:
     computations: dict[str, Computation] = {}
     entry: Computation | None = None
     for name, is_entry, lines in _split(text):
-        found = [_parse_instruction(line) for line in lines]
-        listed = [x for _, x in found]
-        roots = [x for is_root, x in found if is_root] or listed[-1:]
-        if roots:
-            computations[name] = Computation(listed, roots[0])
+        listed = list(map(_parse_instruction, lines))
+        if listed:
+            root = next((x for x in listed if x.is_root), listed[-1])
+            computations[name] = Computation(listed, root)
             entry = computations[name] if is_entry else entry
     if entry is None:
         raise ValueError(
@@ -364,8 +363,7 @@ def _split(text: str) -> Iterator[tuple[str, bool, list[str]]]:
             lines[-1].append(line)
 
 
-def _parse_instruction(line: str) -> tuple[bool, Instruction]:
-    """Returns whether an instruction is the root, and the instruction."""
+def _parse_instruction(line: str) -> Instruction:
     head = _NAME.match(line)
     assert head is not None
     start = head.end()
@@ -374,16 +372,17 @@ def _parse_instruction(line: str) -> tuple[bool, Instruction]:
     )
     opcode = _OPCODE.match(line, end)
     if opcode is None:
-        return bool(head[1]), Instruction(head[2], "", (), "", "", "")
+        return Instruction(head[2], "", (), "", "", "", bool(head[1]))
     close = _find_end(line, opcode.end() - 1)
     literal = line[opcode.end() : close - 1]
-    return bool(head[1]), Instruction(
+    return Instruction(
         name=head[2],
         opcode=opcode[1],
         operands=tuple(_OPERAND.findall(literal)),
         literal=literal,
         attributes=line[close:],
         result=line[start:end],
+        is_root=bool(head[1]),
     )
 
 

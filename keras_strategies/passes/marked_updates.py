@@ -38,7 +38,6 @@ Reduction = Spec | Literal["max"]
 # The prefix contains a dot, so no user-defined function can have such a name.
 _PREFIX = "ks.optimizer_update_"
 _INNER = "ks.optimizer_update"
-_NO_UPDATES: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +77,7 @@ class Update:
 
 class _Collected(threading.local):
     updates: dict[str, Update] | None = None
-    known: Mapping[str, Update] = _NO_UPDATES
+    known: Mapping[str, Update] = MappingProxyType({})
 
 
 _collected = _Collected()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from keras_strategies._types import Equation
@@ -28,9 +27,7 @@ def is_tracing() -> bool:
     from jax._src import core
 
     # The second test computes an operation, so it comes last.
-    return not core.trace_state_clean() and isinstance(
-        jnp.add(jnp.int32(0), 0), Tracer
-    )
+    return not core.trace_state_clean() and find_current_trace() is not None
 
 
 def check_untransformed(name: str) -> None:
@@ -208,15 +205,13 @@ def _list_frames(equation: JaxprEqn) -> Sequence[Any]:
     return () if traceback is None else traceback.raw_frames()[0]
 
 
-_OF_ENTRIES = frozenset(
-    stages.names_in(
-        "add broadcast_in_dim concatenate convert_element_type div dot_general",
-        "einsum expand_dims gelu logistic matmul max min mul neg relu reshape",
-        "silu slice softmax squeeze sub tanh transpose",
-    )
+_OF_ENTRIES = stages.names_in(
+    "add broadcast_in_dim concatenate convert_element_type div dot_general",
+    "einsum expand_dims gelu logistic matmul max min mul neg relu reshape",
+    "silu slice softmax squeeze sub tanh transpose",
 )
 """Operations that contain no constants except those that the caller passed."""
-_OF_LOOPS = frozenset(("ks.stack_values", "scan"))
+_OF_LOOPS = ("ks.stack_values", "scan")
 """Operations by which this package computes equal blocks in a loop."""
 
 

@@ -36,22 +36,26 @@ class ValueNumbers:
     differ.
 
     Args:
-      trace_rule: A function that traces one equation of a jaxpr together with
-        its derivatives. Custom rules for derivatives, which are Python
+      trace_rule: A function that traces one equation of a jaxpr, also together
+        with its derivatives. Custom rules for derivatives, which are Python
         functions, are then compared by these traces.
+      ignored: The names of parameters that are not compared.
     """
 
     def __init__(
-        self, trace_rule: Callable[[Jaxpr, Any], ClosedJaxpr] | None = None
+        self,
+        trace_rule: Callable[[Jaxpr, Any], ClosedJaxpr] | None = None,
+        ignored: Sequence[str] = (),
     ) -> None:
         self._trace_rule = trace_rule
-        self._is_in_rule = False
-        # The numbers of traced rules, by the number of their equation.
-        self._rules: dict[int, list[int]] = {}
+        self._ignored = ignored
         self._numbers: dict[Any, int] = {}
         # Objects whose ids are used in keys. They are kept alive so that their
         # ids are not reused.
         self._held: list[Any] = []
+        # The keys of traced rules, by the number of their equation.
+        self._rules: dict[int, Hashable] = {}
+        self._in_rules = ValueNumbers(ignored=_RULES) if trace_rule else self
 
     def number_outputs(self, traced: ClosedJaxpr) -> list[int]:
         """Returns the number assigned to each output of a traced function."""
@@ -60,44 +64,46 @@ class ValueNumbers:
 
     def _number_jaxpr(self, jaxpr: Jaxpr, consts: list[int]) -> list[int]:
         known: dict[Any, int] = dict(zip(jaxpr.constvars, consts, strict=True))
-        for i, variable in enumerate(jaxpr.invars):
-            known[variable] = self.number(("input", i))
+        inputs = self.number_each("input", len(jaxpr.invars))
+        known.update(zip(jaxpr.invars, inputs, strict=True))
         for equation in jaxpr.eqns:
-            operands = tuple(self._operand(v, known) for v in equation.invars)
-            key: Any = (
-                equation.primitive.name,
-                operands,
-                *self._describe(jaxpr, equation),
-            )
+            operands = [self._operand(v, known) for v in equation.invars]
+            results = self.number_results(jaxpr, equation, operands)
             if has_effects(equation) or references(equation):
-                key = self.number_object(equation)
-            for i, variable in enumerate(equation.outvars):
-                known[variable] = self.number((key, i))
+                place = self.number_object(equation)
+                results = self.number_each(place, len(results))
+            known.update(zip(equation.outvars, results, strict=True))
         return [self._operand(v, known) for v in jaxpr.outvars]
 
-    def _describe(self, jaxpr: Jaxpr, equation: JaxprEqn) -> list[Hashable]:
-        """Returns keys for an equation's parameters and its custom rules."""
-        params = equation.params
+    def number_results(
+        self, jaxpr: Jaxpr, equation: JaxprEqn, operands: Sequence[Hashable]
+    ) -> list[Any]:
+        """Returns the numbers of an equation's results.
+
+        Args:
+          jaxpr: The program with the equation.
+          equation: The equation.
+          operands: The numbers of its operands, or other keys.
+        """
+        described = self._describe(jaxpr, equation)
+        key = equation.primitive.name, tuple(operands), described
+        return self.number_each(key, len(equation.outvars))
+
+    def _describe(self, jaxpr: Jaxpr, equation: JaxprEqn) -> Hashable:
+        """Returns a key for an equation's parameters and its custom rules."""
         is_custom = equation.primitive.name in _HAVE_RULES
-        if self._trace_rule is None or not is_custom or self._is_in_rule:
-            others = params
-            if self._is_in_rule:
-                others = {k: v for k, v in params.items() if k not in _RULES}
-            return [self.describe(others)]
+        if self._trace_rule is None or not is_custom:
+            names = [n for n in equation.params if n not in self._ignored]
+            return self.describe({n: equation.params[n] for n in names})
+        place = self.number_object(equation)
         inner = (equation, *equations_in(equation))
         if any(e.params.get("symbolic_zeros") for e in inner):
             # Such a rule may depend on which operands are differentiated.
-            return [self.number_object(equation)]
-        place = self.number_object(equation)
-        self._is_in_rule = True
-        try:
-            if place not in self._rules:
-                traced = self._trace_rule(jaxpr, equation)
-                self._rules[place] = self.number_outputs(traced)
-            (described,) = self._describe(jaxpr, equation)
-        finally:
-            self._is_in_rule = False
-        return [described, *self._rules[place]]
+            return place
+        if place not in self._rules:
+            traced = self._trace_rule(jaxpr, equation)
+            self._rules[place] = tuple(self._in_rules.number_outputs(traced))
+        return self._rules[place]
 
     def _operand(
         self, variable: Var | Literal, known: Mapping[Any, int]
@@ -119,9 +125,7 @@ class ValueNumbers:
         if isinstance(value, ClosedJaxpr):
             return ("program", *self.number_outputs(value))
         if isinstance(value, Jaxpr):
-            consts = [
-                self.number(("const", i)) for i in range(len(value.constvars))
-            ]
+            consts = self.number_each("const", len(value.constvars))
             return ("program", *self._number_jaxpr(value, consts))
         if isinstance(value, Mapping):
             items = [(k, self.describe(v)) for k, v in value.items()]
@@ -143,6 +147,10 @@ class ValueNumbers:
         """Returns the number of an object, which equals only itself."""
         self._held.append(value)
         return self.number(("object", id(value)))
+
+    def number_each(self, key: Hashable, count: int) -> list[Any]:
+        """Returns the numbers of several values that have one key."""
+        return [self.number((key, i)) for i in range(count)]
 
     def number(self, key: Hashable) -> int:
         """Returns the number of a key."""
@@ -174,51 +182,35 @@ def compute_same(traces: Iterable[ClosedJaxpr]) -> bool:
     numbers = ValueNumbers(
         lambda jaxpr, equation: with_known(_trace_rule(jaxpr, equation))
     )
-    first: list[int] = []
-    for traced in traces:
-        found = numbers.number_outputs(with_known(traced))
-        first = first or found
-        if found != first:
-            return False
-    return True
+    found = (numbers.number_outputs(with_known(traced)) for traced in traces)
+    first = next(found, None)
+    return all(outputs == first for outputs in found)
 
 
 def _trace_rule(jaxpr: Jaxpr, equation: JaxprEqn) -> ClosedJaxpr:
-    """Traces one equation of a jaxpr together with its backward pass."""
+    """Traces one equation of a jaxpr, alone and with its backward pass."""
     read = list(dict.fromkeys(variables(equation.invars)))
     written = [v for v in equation.outvars if not isinstance(v, DropVar)]
 
+    def forward(*values: Array) -> list[Any]:
+        of = dict(zip(read, values, strict=True))
+        return compute_equations(jaxpr, [equation], written, of.__getitem__)
+
     def compute_both(*values: Array) -> Any:
-        floats, others = _split(values)
-
-        def forward(floats: list[Any]) -> tuple[list[Any], list[Any]]:
-            of = dict(zip(read, _join(values, floats, others), strict=True))
-            return _split(
-                compute_equations(jaxpr, [equation], written, of.__getitem__)
-            )
-
-        results, pull_back, rest = jax.vjp(forward, floats, has_aux=True)
-        return results, rest, pull_back(results)
+        primal = forward(*values)
+        results, pull_back = jax.vjp(forward, *values)
+        cotangents = [
+            r if _is_float(r) else np.zeros(r.shape, jax.dtypes.float0)
+            for r in results
+        ]
+        gradients = filter(_is_float, pull_back(cotangents))
+        return primal, results, list(gradients)
 
     return jax.make_jaxpr(compute_both)(*(get_shape(v.aval) for v in read))
 
 
 def _is_float(array: Array) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.floating)
-
-
-def _split(arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Divides arrays into those of a float dtype and the others."""
-    floats = [a for a in arrays if _is_float(a)]
-    return floats, [a for a in arrays if not _is_float(a)]
-
-
-def _join(
-    like: Sequence[Any], floats: list[Any], others: list[Any]
-) -> list[Any]:
-    """Inverts `_split`, for arrays with the dtypes of `like`."""
-    float_values, other_values = iter(floats), iter(others)
-    return [next(float_values if _is_float(a) else other_values) for a in like]
+    return jnp.issubdtype(array.dtype, jnp.inexact)
 
 
 def _const_key(const: Any) -> Any:

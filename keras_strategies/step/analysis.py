@@ -65,11 +65,11 @@ def analyze(
     # A step that uses its replica context is responsible for its collectives.
     if record.replica_uses:
         return Analysis(reason=_check_sizes(record, retrace))
+    if losses.has_unsure_collectives(record.jaxpr):
+        return Analysis(reason=_BRANCH_REASON)
     finding: Finding | str = losses.examine(
         record.jaxpr, _row_inputs(record), record.rows, _list_functions(step)
     )
-    if finding.has_unsure_collectives:
-        return Analysis(reason=_BRANCH_REASON)
     reason = _check_sizes(record, retrace)
     if reason is not None:
         return Analysis(reason=reason)

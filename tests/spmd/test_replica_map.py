@@ -164,9 +164,9 @@ def test_conditional_sums_are_sure_unless_they_are_in_a_branch():
         return [*sums, *sum_from_two(x)]
 
     found = [
-        losses.examine(
-            jax.make_jaxpr(mapped(fn, 2, split_out=True))(np.ones(2)), [], 1, []
-        ).has_unsure_collectives
+        losses.has_unsure_collectives(
+            jax.make_jaxpr(mapped(fn, 2, split_out=True))(np.ones(2))
+        )
         for fn in (sum_from_two, in_branch, run_branch)
     ]
     assert found == [False, True, True]

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr
 from keras_strategies.passes.row_kinds import marks, scales
 from keras_strategies.passes.row_kinds.inner_functions import find_terms
 from keras_strategies.passes.row_kinds.interpreter import Different, Interpreter
-from keras_strategies.passes.row_kinds.kinds import PLAIN, Kind, make_rows
+from keras_strategies.passes.row_kinds.kinds import PLAIN, make_rows
 from keras_strategies.passes.row_kinds.rules import RANDOM
 from keras_strategies.passes.stages import all_equations
 
@@ -67,7 +67,8 @@ def adds_sums(
         kinds = Interpreter(rows[0], ratio).interpret(jaxprs, inputs)
     except Different:
         return False
-    return all(_is_sum(kind, ratio) for kind in kinds)
+    # A constant that grows as the number of rows is a sum over them.
+    return all(scales.is_shown(kind, marks.SHARE, ratio) for kind in kinds)
 
 
 def computes_by_rows(traced: ClosedJaxpr, rows: int) -> bool:
@@ -81,9 +82,3 @@ def computes_by_rows(traced: ClosedJaxpr, rows: int) -> bool:
     inputs = [make_rows(0) if has_rows else PLAIN for has_rows in are_rows]
     kinds = Interpreter(rows, 1.0).interpret([traced], inputs)
     return all(k.is_rows and (k.axis, k.outer) == (0, 1) for k in kinds)
-
-
-def _is_sum(kind: Kind, ratio: float) -> bool:
-    # A constant that grows as the number of rows is a sum over them.
-    rules = (marks.COUNT, marks.SHARE)
-    return any(scales.is_shown(kind, rule, ratio) for rule in rules)

@@ -1,6 +1,7 @@
 """An equation with the `Kind` of each operand, and helpers for the rules."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,12 @@ from keras_strategies.passes.row_kinds.kinds import (
     make_mixed,
     make_uniform,
     may_count,
+    move,
 )
+
+
+class RowsMixed(Exception):
+    """Ends a rule whose results mix rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,10 @@ class Call:
         """The equation in each of the traces."""
         return [e for e in (self.equation, self.retraced) if e is not None]
 
+    def shapes(self, k: int = 0) -> list[tuple[int, ...]]:
+        """Returns the shape of operand `k` in each of the traces."""
+        return [equation.invars[k].aval.shape for equation in self.equations]
+
     def shape(self, k: int = 0) -> tuple[int, ...]:
         """Returns the shape of operand `k`."""
         return self.equation.invars[k].aval.shape
@@ -61,15 +71,20 @@ class Call:
 
     def grown_dims(self, k: int = 0) -> list[int]:
         """Returns operand `k`'s dimensions whose size differs when retraced."""
-        return _changing([e.invars[k] for e in self.equations])
+        return _changing(self.shapes(k))
 
     def out_grown_dims(self, k: int = 0) -> list[int]:
         """Returns result `k`'s dimensions whose size differs when retraced."""
-        return _changing([e.outvars[k] for e in self.equations])
+        return _changing([e.outvars[k].aval.shape for e in self.equations])
 
     def make_mixed(self) -> Kind:
         """Returns the `Kind` of a result in which this equation mixes rows."""
         return make_mixed(self.equation)
+
+    def require(self, is_separate: bool) -> None:
+        """Raises RowsMixed unless the equation keeps rows separate, or sums."""
+        if not is_separate:
+            raise RowsMixed
 
     def is_aligned(self, k: int, axis: int, outer: int | None = None) -> bool:
         """Returns whether operand `k` has rows at `axis`, or is equal there.
@@ -85,17 +100,11 @@ class Call:
         is_there = kind.is_rows and kind.axis == axis
         return is_there and outer in (None, kind.outer)
 
-    def inner(self, kind: Kind, k: int = 0) -> int:
-        """Returns how many consecutive entries along `kind.axis` a row has."""
-        return self.shape(k)[kind.axis] // (kind.outer * self.num_rows)
 
-
-def _changing(variables: Sequence[Any]) -> list[int]:
+def _changing(shapes: Sequence[Sequence[int]]) -> list[int]:
     """Returns the dimensions whose size differs between the traces."""
-    sizes = zip(*(v.aval.shape for v in variables), strict=True)
-    return [
-        dim for dim, dim_sizes in enumerate(sizes) if len(set(dim_sizes)) > 1
-    ]
+    columns = enumerate(zip(*shapes, strict=True))
+    return [dim for dim, sizes in columns if len(set(sizes)) > 1]
 
 
 def other_dims(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
@@ -127,12 +136,6 @@ def scale_power(
     return power - change if inverse else power + change
 
 
-def power_in(kind: Kind, call: Call) -> float:
-    """Returns the exponent of a constant in an equation with two traces."""
-    power = kind.power_in(call.ratio)
-    return math.nan if power is None else power
-
-
 def add_powers(kinds: Sequence[Kind]) -> float | None:
     """Adds the exponents of two factors; None if one of them is unknown."""
     powers = [kind.power for kind in kinds]
@@ -141,10 +144,8 @@ def add_powers(kinds: Sequence[Kind]) -> float | None:
 
 def join_all(kinds: Sequence[Kind], call: Call) -> Kind:
     """Returns the `Kind` of a result that may equal any of the operands."""
-    result = kinds[0]
-    for kind in kinds[1:]:
-        result = join(result, kind, call.out_shape(), call.equation)
-    return result
+    shape, why = call.out_shape(), call.equation
+    return functools.reduce(lambda a, b: join(a, b, shape, why), kinds)
 
 
 def move_dims(
@@ -163,20 +164,9 @@ def move_dims(
       out: The index of the result.
     """
     kind = call.kinds[0] if kind is None else kind
-    if kind.is_rows:
-        axis = to(kind.axis)
-        return call.make_mixed() if axis is None else at_axis(kind, axis)
-    if kind.is_sum:
-        return kind.but(count=0)
     if kind.values is not None:
         return make_uniform(kind.values, call.out_shape(out))
-    blocks = {to(axis): size for axis, size in kind.blocks.items()}
-    indexed_dim = None if kind.indexed_dim is None else to(kind.indexed_dim)
-    return kind.but(
-        blocks={axis: s for axis, s in blocks.items() if axis is not None},
-        indexed_dim=indexed_dim,
-        numbering=None,
-    )
+    return move(kind, to, call.equation)
 
 
 def drop_dims(
@@ -184,17 +174,8 @@ def drop_dims(
 ) -> Kind:
     """Returns the `Kind` of a result without some of operand 0's dimensions."""
     kept = other_dims(call.shape(), dims)
-
-    def to(axis: int) -> int | None:
-        return kept.index(axis) if axis in kept else None
-
-    return move_dims(call, to, kind, out)
-
-
-def at_axis(kind: Kind, axis: int, outer: int | None = None) -> Kind:
-    """Returns a `ROWS` kind with the rows moved to dimension `axis`."""
-    outer = kind.outer if outer is None else outer
-    return kind.but(axis=axis, outer=outer, columns=frozenset())
+    places = {axis: place for place, axis in enumerate(kept)}
+    return move_dims(call, places.get, kind, out)
 
 
 def kind_of_entries(call: Call) -> Kind:

@@ -17,7 +17,6 @@ from keras_strategies.passes.row_kinds.call import (
     Call,
     add_powers,
     join_all,
-    power_in,
     scale_power,
 )
 from keras_strategies.passes.row_kinds.kinds import (
@@ -44,7 +43,8 @@ def elementwise(call: Call) -> Kind:
     if forms == {CONST}:
         return _constant(call)
     if SUM in forms:
-        return call.make_mixed() if ROWS in forms else _combine_sums(call)
+        call.require(ROWS not in forms)
+        return _combine_sums(call)
     return _combine_rows(call)
 
 
@@ -168,31 +168,24 @@ def _divide(one: Array, two: Array) -> Array:
     return np.divide(one, two)
 
 
-_SAME_NAMES = names_in("abs add ceil exp floor log sign sqrt square")
+_OPERATORS = names_in("abs add eq ge gt le lt mul ne neg sub")
+_SAME_NAMES = names_in("ceil exp floor log sign sqrt square")
 _NUMPY: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in _OPERATORS},
     **{name: getattr(np, name) for name in _SAME_NAMES},
     "add_any": np.add,
     "and": np.bitwise_and,
     "convert_element_type": np.asarray,
     "copy": np.asarray,
     "div": _divide,
-    "eq": np.equal,
-    "ge": np.greater_equal,
-    "gt": np.greater,
     "integer_pow": operator.pow,
-    "le": np.less_equal,
-    "lt": np.less,
     "max": np.maximum,
     "min": np.minimum,
-    "mul": np.multiply,
-    "ne": np.not_equal,
-    "neg": np.negative,
     "not": np.invert,
     "or": np.bitwise_or,
     "pow": np.power,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "select_n": lambda which, *cases: cases[int(which)],
-    "sub": np.subtract,
 }
 """NumPy implementations of primitives, to compute constants."""
 
@@ -202,25 +195,22 @@ def _combine_sums(call: Call) -> Kind:
     if name in ("add", "sub", "add_any"):
         return join_all(kinds, call)
     if name == "select_n" and kinds[0].is_const:
-        is_fixed = is_constant(kinds[0])
-        return join_all(kinds[1:], call) if is_fixed else call.make_mixed()
+        call.require(is_constant(kinds[0]))
+        return join_all(kinds[1:], call)
     of = next(k for k, kind in enumerate(kinds) if kind.is_sum)
     kind, others = kinds[of], [k for i, k in enumerate(kinds) if i != of]
     if name == "convert_element_type":
         is_float = jnp.issubdtype(call.params["new_dtype"], jnp.floating)
-        is_exact = is_float or _has_integers(call)
-        return kind if is_exact else call.make_mixed()
+        call.require(is_float or _has_integers(call))
+        return kind
     if name in ("neg", "copy", "copy_p", "reduce_precision", "real", "imag"):
         return kind
     # A quotient of integers is truncated.
     is_quotient = name == "div" and of == 0 and not _has_integers(call)
-    is_scaled = name == "mul" or is_quotient
-    if is_scaled and others[0].is_const:
-        inverse = name == "div"
-        return make_sum(
-            scale_power(kind.power, others[0], call, inverse=inverse)
-        )
-    return call.make_mixed()
+    call.require((name == "mul" or is_quotient) and others[0].is_const)
+    return make_sum(
+        scale_power(kind.power, others[0], call, inverse=is_quotient)
+    )
 
 
 def _has_integers(call: Call) -> bool:
@@ -231,41 +221,34 @@ def _has_integers(call: Call) -> bool:
 
 def _combine_rows(call: Call) -> Kind:
     kinds = call.kinds
-    row_kinds = [(k, kind) for k, kind in enumerate(kinds) if kind.is_rows]
-    k, first = row_kinds[0]
-    if any(
-        (kind.axis, kind.outer) != (first.axis, first.outer)
-        for _, kind in row_kinds
-    ):
-        return call.make_mixed()
-    size = call.shape(k)[first.axis] // first.outer
+    row_kinds = [kind for kind in kinds if kind.is_rows]
+    first = row_kinds[0]
+    call.require(len({(kind.axis, kind.outer) for kind in row_kinds}) == 1)
+    size = call.shape(kinds.index(first))[first.axis] // first.outer
     # Constants must be equal for all rows. Otherwise the result of a row would
     # depend on the row's position in the batch, and its position in a replica's
     # batch is different.
-    for other, kind in enumerate(kinds):
-        shape = call.shape(other)
+    for k, kind in enumerate(kinds):
+        shape = call.shape(k)
         is_spread = kind.is_rows or not shape or shape[first.axis] == 1
-        if not is_spread and not kind.is_flat(first.axis, size):
-            return call.make_mixed()
-    is_power, power = _power_of_rows(call, [kind for _, kind in row_kinds])
-    if not is_power:
-        return call.make_mixed()
+        call.require(is_spread or kind.is_flat(first.axis, size))
     keeps = call.name == "convert_element_type"
     return first.but(
-        power=power,
+        power=_power_of_rows(call, row_kinds),
         columns=first.columns if keeps else frozenset(),
         count=first.count if keeps else 0,
     )
 
 
-def _power_of_rows(
-    call: Call, row_kinds: list[Kind]
-) -> tuple[bool, float | None]:
-    """Returns whether a result scales as num_rows**p, and the exponent p.
+def _power_of_rows(call: Call, row_kinds: list[Kind]) -> float | None:
+    """Returns the exponent p such that a result scales as num_rows**p.
 
     Args:
       call: An elementwise equation.
       row_kinds: The kinds of those operands that are `ROWS`.
+
+    Raises:
+      RowsMixed: if there is no such exponent.
     """
     name, kinds = call.name, call.kinds
     first = row_kinds[0]
@@ -274,52 +257,51 @@ def _power_of_rows(
     if name == "convert_element_type" and not jnp.issubdtype(
         call.params["new_dtype"], jnp.inexact
     ):
-        is_plain = first.power in (0.0, None)
-        return is_plain, first.power
+        call.require(first.is_plain)
+        return first.power
     if name in ("neg", "copy", "copy_p", "convert_element_type"):
-        return True, first.power
+        return first.power
     if name == "select_n":
         return _power_of_cases(call)
     is_product = name == "mul" or (name == "div" and not _has_integers(call))
-    if is_product and len(kinds) == 2:
+    if is_product:
         if len(row_kinds) == 1:
             (by,) = constants
             is_inverse = name == "div"
             if is_inverse and kinds[0].is_const:
-                power = scale_power(0.0 if is_known else None, by, call)
-                return first.power in (0.0, None), power
+                call.require(first.is_plain)
+                return scale_power(0.0 if is_known else None, by, call)
             counts = set(by.values or (None,))
             # If the divisor is the number of entries that the last sum added,
             # the result is a mean within each row, even if the divisor happens
             # to equal the number of rows.
             if is_inverse and counts == {first.count}:
-                return True, first.power
-            return True, scale_power(first.power, by, call, inverse=is_inverse)
+                return first.power
+            return scale_power(first.power, by, call, inverse=is_inverse)
         if name == "mul" or not is_known:
-            return True, add_powers(row_kinds)
+            return add_powers(row_kinds)
         one, two = (kind.power or 0.0 for kind in kinds)
-        return True, one - two
+        return one - two
     if name in _DEGREES and is_known:
         degree = call.params["y"] if name == "integer_pow" else _DEGREES[name]
-        return True, degree * (first.power or 0.0)
+        return degree * (first.power or 0.0)
     if name in ("add", "sub", "add_any", "complex"):
         constants = [kind for kind in constants if not kind.is_zero]
         is_same, power = same_power(row_kinds[0].power, row_kinds[-1].power)
         are_fixed = all(map(is_constant, constants))
         if is_known and call.retraced is not None:
-            are_fixed = all(power_in(kind, call) == power for kind in constants)
+            are_fixed = all(k.power_in(call.ratio) == power for k in constants)
         elif constants:
             is_same = power in (0.0, None)
-        return is_same and are_fixed, power
-    return all(k.is_plain for k in kinds), 0.0 if is_known else None
+        call.require(is_same and are_fixed)
+        return power
+    call.require(all(kind.is_plain for kind in kinds))
+    return 0.0 if is_known else None
 
 
 _DEGREES = {
-    "abs": 1.0,
-    "conj": 1.0,
-    "imag": 1.0,
+    **dict.fromkeys(names_in("abs conj imag real"), 1.0),
     "integer_pow": math.nan,
-    "real": 1.0,
     "rsqrt": -0.5,
     "sign": 0.0,
     "sqrt": 0.5,
@@ -328,28 +310,27 @@ _DEGREES = {
 """The exponents d of primitives for which f(c * x) = c**d * f(x), if c > 0."""
 
 
-def _power_of_cases(call: Call) -> tuple[bool, float | None]:
+def _power_of_cases(call: Call) -> float | None:
     """Returns the same as `_power_of_rows`, for the primitive `select_n`."""
     which, *cases = call.kinds
-    is_fixed = which.is_rows or is_constant(which)
+    call.require(which.is_rows or is_constant(which))
     cases = [kind for kind in cases if not kind.is_zero]
     if any(kind.power is None for kind in cases if kind.is_rows):
-        return is_fixed and all(kind.is_plain for kind in cases), None
+        call.require(all(kind.is_plain for kind in cases))
+        return None
     powers = {
         kind.power
         if kind.is_rows or call.retraced is None
-        else power_in(kind, call)
+        else kind.power_in(call.ratio)
         for kind in cases
     }
     power = powers.pop() if powers else 0.0
-    return is_fixed and not powers and power == power, power
+    call.require(not powers and power == power)
+    return power
 
 
 def select(call: Call) -> Kind:
     """Returns the `Kind` of the result of a `select_n`."""
     which, *cases = call.kinds
-    if which.is_const and which.values is not None:
-        chosen = {int(value) for value in which.values}
-        if len(chosen) == 1:
-            return cases[chosen.pop()]
-    return elementwise(call)
+    chosen = {int(value) for value in which.values or ()}
+    return cases[chosen.pop()] if len(chosen) == 1 else elementwise(call)

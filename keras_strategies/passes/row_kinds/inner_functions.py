@@ -8,7 +8,7 @@ gradient that does.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,12 +19,11 @@ from keras_strategies._types import Array, Equation
 from keras_strategies.passes import stages
 from keras_strategies.passes.marked_updates import is_same_update
 from keras_strategies.passes.row_kinds.kinds import PLAIN, Kind, is_constant
+from keras_strategies.passes.row_kinds.rules import has_rule
 
 
 def map_over_rows(
-    equations: Sequence[Any],
-    kinds: Sequence[Kind],
-    can_map: Callable[[Equation], bool],
+    equations: Sequence[Any], kinds: Sequence[Kind]
 ) -> list[ClosedJaxpr] | None:
     """Returns functions without a loop that compute the same as loops do.
 
@@ -36,8 +35,6 @@ def map_over_rows(
     Args:
       equations: The loop in each of the traces.
       kinds: The kinds of its operands.
-      can_map: A function that returns whether `jax.vmap` of an equation
-        computes the same for each row.
 
     Returns:
       For each trace, a function of the loop's operands. None if the loop is not
@@ -52,7 +49,7 @@ def map_over_rows(
     terms = list(map(_find_terms, equations))
     bodies = [equation.params["jaxpr"] for equation in equations]
     if None in terms or not all(
-        can_map(inner)
+        has_rule(inner)
         for body in bodies
         for inner in stages.all_equations(body)
     ):

@@ -1,11 +1,11 @@
 """An interpreter of traces that finds how each value depends on the rows."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from keras_strategies._types import Equation
 from keras_strategies.passes import traces
@@ -31,7 +31,7 @@ from keras_strategies.passes.row_kinds.kinds import (
     slice_kind,
     stack,
 )
-from keras_strategies.passes.row_kinds.rules import has_rule, kinds_of_results
+from keras_strategies.passes.row_kinds.rules import kinds_of_results
 from keras_strategies.passes.row_kinds.separate_parts import (
     SeparateParts,
     has_other_code,
@@ -71,16 +71,10 @@ class Interpreter:
         self._marked: dict[str, Kind] = {}
         self._parts = SeparateParts()
 
-    def interpret(self, jaxprs: list[Any], inputs: list[Kind]) -> list[Kind]:
+    def interpret(self, traced: list[Any], inputs: list[Kind]) -> list[Kind]:
         """Returns the `Kind` of each result of a function, given its traces."""
-        return self._interpret([(j.jaxpr, j.consts) for j in jaxprs], inputs)
-
-    def _interpret(
-        self, pairs: Sequence[Any], inputs: list[Kind]
-    ) -> list[Kind]:
-        """Does the same as `interpret`, for traces as (jaxpr, constants)."""
-        jaxprs = [jaxpr for jaxpr, _ in pairs]
-        consts = map(kind_of_arrays, _pair([consts for _, consts in pairs]))
+        jaxprs = [each.jaxpr for each in traced]
+        consts = map(kind_of_arrays, _pair([each.consts for each in traced]))
         first = jaxprs[0]
         # Two traces may differ in equations that only change a sharding,
         # because these equations depend on JAX's caches.
@@ -113,7 +107,8 @@ class Interpreter:
         if self._is_noting:
             self._note_differentiated(equations[0], results)
         if len(equations) > 1:
-            self._note_update(kinds)
+            if self._is_noting and scales.updates_by_count(self._calls, kinds):
+                self.counting.append(equations[0])
             results = [scales.with_term(kind, kinds) for kind in results]
         self._calls.pop()
         if not any(kind.from_loss for kind in kinds):
@@ -140,10 +135,6 @@ class Interpreter:
         is_forward = "jvp(" in names and "transpose(" not in names
         if is_forward and traces.is_user_code(equation):
             self._differentiated = results[0].why or equation
-
-    def _note_update(self, kinds: list[Kind]) -> None:
-        if self._is_noting and scales.updates_by_count(self._calls, kinds):
-            self.counting.append(self._calls[-1])
 
     def _find_kinds(
         self, equations: list[Any], kinds: list[Kind]
@@ -175,8 +166,9 @@ class Interpreter:
         if has_other_code(equations):
             return [make_mixed(equation)] * len(equation.outvars)
         if None not in inner and not is_by_rows(equation):
+            called = [ClosedJaxpr(*pair) for pair in inner if pair]
             updated = kinds_of_update(equations, kinds)
-            results = updated or self._interpret(inner, kinds)
+            results = updated or self.interpret(called, kinds)
             return [_with_place(kind, equation) for kind in results]
         return kinds_of_results(call)
 
@@ -260,14 +252,6 @@ class Interpreter:
     def _is_shown(self, kind: Kind, name: str) -> bool:
         return scales.is_shown(kind, name, self._ratio)
 
-    @contextlib.contextmanager
-    def _not_noting(self) -> Iterator[None]:
-        before, self._is_noting = self._is_noting, False
-        try:
-            yield
-        finally:
-            self._is_noting = before
-
     def _find_fixed_point(
         self,
         carry: list[Kind],
@@ -275,56 +259,54 @@ class Interpreter:
         why: JaxprEqn,
     ) -> list[Kind]:
         """Returns kinds of a loop's carry that are valid in all iterations."""
-        with self._not_noting():
+        before, self._is_noting = self._is_noting, False
+        try:
             # A kind changes only a few times: from `CONST` to `ROWS` or `SUM`,
             # and then to `MIXED`.
             for _ in range(2 + 2 * len(carry)):
-                after = body(carry)
+                after = body(carry)[: len(carry)]
                 new = join_each(carry, after, why)
                 if new == carry:
                     return carry
                 carry = new
+        finally:
+            self._is_noting = before
         return [make_mixed(why)] * len(carry)
 
     def _scan(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
         equation = equations[0]
-        mapped = map_over_rows(equations, kinds, has_rule)
+        mapped = map_over_rows(equations, kinds)
         if mapped is not None:
             return self.interpret(mapped, kinds)
         if len({e.params["length"] for e in equations}) > 1:
             return [make_mixed(equation)] * len(equation.outvars)
         jaxprs = [e.params["jaxpr"] for e in equations]
         consts, carry, scanned = scan_operands(equation, kinds)
-        num_carry = len(carry)
         slices = [slice_kind(kind, equation) for kind in scanned]
 
         def body(carry: list[Kind]) -> list[Kind]:
-            results = self.interpret(jaxprs, [*consts, *carry, *slices])
-            return results[:num_carry]
+            return self.interpret(jaxprs, [*consts, *carry, *slices])
 
         carry = self._find_fixed_point(carry, body, equation)
-        results = self.interpret(jaxprs, [*consts, *carry, *slices])
-        return [*carry, *map(stack, results[num_carry:])]
+        return [*carry, *map(stack, body(carry)[len(carry) :])]
 
     def _while(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
         params = equations[0].params
         split = params["cond_nconsts"]
         start = split + params["body_nconsts"]
-        cond_kinds, body_kinds = kinds[:split], kinds[split:start]
-        carry = kinds[start:]
         tests = [e.params["cond_jaxpr"] for e in equations]
         bodies = [e.params["body_jaxpr"] for e in equations]
-        carry = self._find_fixed_point(
-            carry,
-            lambda carry: self.interpret(bodies, [*body_kinds, *carry]),
-            equations[0],
-        )
-        (test,) = self.interpret(tests, [*cond_kinds, *carry])
+
+        def body(carry: list[Kind]) -> list[Kind]:
+            return self.interpret(bodies, [*kinds[split:start], *carry])
+
+        carry = self._find_fixed_point(kinds[start:], body, equations[0])
+        (test,) = self.interpret(tests, [*kinds[:split], *carry])
         if not test.is_const or not is_constant(test):
             return [make_mixed(equations[0])] * len(carry)
         # The body is interpreted once more with the final kinds, to record the
         # losses inside it.
-        self.interpret(bodies, [*body_kinds, *carry])
+        body(carry)
         return carry
 
     def _cond(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
@@ -333,10 +315,8 @@ class Interpreter:
         branches = [self.interpret(list(pair), operands) for pair in pairs]
         if not which.is_const or not is_constant(which):
             return [make_mixed(equations[0])] * len(branches[0])
-        results = branches[0]
-        for other in branches[1:]:
-            results = join_each(results, other, equations[0])
-        return results
+        join_two = functools.partial(join_each, why=equations[0])
+        return functools.reduce(join_two, branches)
 
     def _solve(self, equations: list[Any], kinds: list[Kind]) -> list[Kind]:
         """Interprets the solver of a `custom_linear_solve`.

@@ -40,8 +40,7 @@ def by_rows(call: Call) -> list[Kind]:
     no rows. If the first dimension of one has the size of the rows by chance,
     only another trace shows that.
     """
-    if len({len(e.outvars) for e in call.equations}) > 1:
-        return [call.make_mixed()] * len(call.equation.outvars)
+    call.require(len({len(e.outvars) for e in call.equations}) == 1)
     operands = list(zip(*(e.invars for e in call.equations), strict=True))
     results = zip(*(e.outvars for e in call.equations), strict=True)
     pairs = zip(operands, call.kinds, strict=True)
@@ -80,8 +79,7 @@ def pallas(call: Call) -> list[Kind]:
     """
     mapping = call.params["grid_mapping"]
     kernels = {str(equation.params["jaxpr"]) for equation in call.equations}
-    if len(kernels) > 1 or mapping.num_dynamic_grid_bounds:
-        return [call.make_mixed()] * len(call.equation.outvars)
+    call.require(len(kernels) == 1 and not mapping.num_dynamic_grid_bounds)
     mapped = [_mapped_dims(block, mapping) for block in mapping.block_mappings]
     count = len(mapped) - len(call.equation.outvars)
     scalars: list[dict[int, int]] = [{}] * mapping.num_index_operands
@@ -118,28 +116,21 @@ def _by_rows(
     """
     if all(kind.is_const for kind in call.kinds):
         return [join_plain(call.kinds)] * len(results)
-    wrong = [call.make_mixed()] * len(results)
     columns = list(enumerate(zip(call.kinds, operands, strict=True)))
-    if not all(
-        k.is_rows and k.outer == 1 for k in call.kinds if not k.is_const
-    ):
-        return wrong
+    for kind in call.kinds:
+        call.require(kind.is_const or (kind.is_rows and kind.outer == 1))
     dims = {
         places.get(kind.axis) for _, (kind, places) in columns if kind.is_rows
     }
-    if len(dims) > 1 or None in dims:
-        return wrong
+    call.require(len(dims) == 1 and None not in dims)
     (dim,) = dims
     for k, (kind, places) in columns:
         for axis in (axis for axis, of in places.items() if of == dim):
             size = call.shape(k)[axis]
-            if kind.is_const and size > 1 and not kind.is_flat(axis, size):
-                return wrong
+            call.require(kind.is_rows or size < 2 or kind.is_flat(axis, size))
     axes = [next((a for a, d in r.items() if d == dim), None) for r in results]
-    is_known = all(kind.power is not None for kind in call.kinds)
+    power = 0.0 if all(kind.power is not None for kind in call.kinds) else None
     return [
-        call.make_mixed()
-        if axis is None
-        else make_rows(axis, power=0.0 if is_known else None)
+        call.make_mixed() if axis is None else make_rows(axis, power=power)
         for axis in axes
     ]

@@ -17,10 +17,9 @@ number of rows.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
@@ -54,7 +53,7 @@ class Kind:
         rows. Of a value computed from one sum over rows and constants, it is
         the sum's (`MIXED`); infinite after a product with a number of rows.
       count: The number of entries that the last sum within a row added.
-        Dividing by this number computes a mean (`ROWS`, `SUM`).
+        Dividing by this number computes a mean (`ROWS`).
       columns: The positions in the last dimension at which the entry is the
         row's own index (`ROWS`).
       blocks: For each dimension, the size of the blocks within which the value
@@ -133,9 +132,33 @@ class Kind:
         vars(copy).update(vars(self), **changes)
         return copy
 
-    def power_in(self, ratio: float) -> float | None:
-        """Returns the exponent `power`; of equal entries, see `find_power`."""
-        return find_power(self.values, ratio) if self.values else self.power
+    def power_in(self, ratio: float) -> Any:
+        """Returns the exponent p such that a value scales as num_rows**p.
+
+        If all entries are equal, it is found by comparing the traces.
+
+        Args:
+          ratio: The number of rows in the second trace, divided by the number
+            in the first trace.
+
+        Returns:
+          The exponent. NaN if no such exponent exists, or None if it is
+          unknown, such as that of equal entries if there is only one trace.
+        """
+        if self.values is None:
+            return self.power
+        if len(self.values) == 1:
+            return None
+        if _are_equal(self.values):
+            return 0.0
+        small, large = self.values
+        change = large / small if small else math.nan
+        if isinstance(change, complex):
+            change = math.nan if change.imag else change.real
+        if not math.isfinite(change) or change <= 0:
+            return math.nan
+        # Rounded to the precision of 32-bit numbers.
+        return round(math.log(change) / math.log(ratio), 5)
 
     @property
     def is_plain(self) -> bool:
@@ -153,7 +176,7 @@ class Kind:
 PLAIN = Kind(form=CONST)
 
 
-def make_mixed(why: JaxprEqn) -> Kind:
+def make_mixed(why: JaxprEqn | None) -> Kind:
     """Returns the `Kind` of a value that mixes rows at the equation `why`."""
     return Kind(form=MIXED, power=None, why=why)
 
@@ -179,35 +202,6 @@ def find_mixed(kinds: Sequence[Kind]) -> Kind | None:
     return next((kind for kind in kinds if kind.is_mixed), None)
 
 
-def find_power(values: tuple[Any, ...] | None, ratio: float) -> float | None:
-    """Finds the exponent p such that a constant scales as num_rows**p.
-
-    Args:
-      values: The constant in each trace. None means that it is equal in all
-        traces.
-      ratio: The number of rows in the second trace, divided by the number in
-        the first trace.
-
-    Returns:
-      The exponent. NaN if no such exponent exists, or None if there is only
-      one trace.
-    """
-    if values is None:
-        return 0.0
-    if len(values) == 1:
-        return None
-    if _are_equal(values):
-        return 0.0
-    small, large = values
-    change = large / small if small else math.nan
-    if isinstance(change, complex):
-        change = math.nan if change.imag else change.real
-    if not math.isfinite(change) or change <= 0:
-        return math.nan
-    # Rounded to the precision of 32-bit numbers.
-    return round(math.log(change) / math.log(ratio), 5)
-
-
 def _are_equal(values: tuple[Any, ...]) -> bool:
     first = values[0]
     return all(v == first or (v != v and first != first) for v in values)
@@ -224,17 +218,15 @@ def may_count(value: Array, num_rows: int) -> bool:
         return False
     number = max(number, 1 / number)
     count = round(number)
-    if not math.isclose(number, count, rel_tol=1e-4):
-        # The number may be the square root of the number of rows, for example.
-        number = number**2
-        count = round(number)
-        if not math.isclose(number, count, rel_tol=1e-4):
-            return False
-        return count >= num_rows and count % num_rows == 0
-    # A multiple of the number of rows, or such a multiple plus or minus one (as
-    # in n - 1).
-    rest = count % num_rows
-    return count >= num_rows - 1 and rest in (0, 1, num_rows - 1)
+    if math.isclose(number, count, rel_tol=1e-4):
+        # A multiple of the number of rows, or such a multiple plus or minus one
+        # (as in n - 1).
+        rests = (0, 1, num_rows - 1)
+        return count >= num_rows - 1 and count % num_rows in rests
+    # The number may be the square root of the number of rows, for example.
+    count = round(number**2)
+    is_root = math.isclose(number**2, count, rel_tol=1e-4)
+    return is_root and count >= num_rows and count % num_rows == 0
 
 
 def same_power(
@@ -274,18 +266,16 @@ def join(one: Kind, two: Kind, shape: Sequence[int], why: JaxprEqn) -> Kind:
     if one.is_const:
         one, two = two, one
     if two.is_const:
-        if one.is_sum:
-            is_offset = one.power in (MEAN_POWER, None) and is_constant(two)
-            fits = two.is_zero or is_offset
-            return one if fits else make_mixed(why)
-        size = shape[one.axis] // one.outer
-        fits = two.is_zero or (one.power in (0.0, None) and is_constant(two))
-        is_flat = two.is_flat(one.axis, size)
-        return one if fits and is_flat else make_mixed(why)
+        # The mean of the replicas' sums is a mean if the constant is added to
+        # each of them.
+        power = MEAN_POWER if one.is_sum else 0.0
+        fits = two.is_zero or (one.power in (power, None) and is_constant(two))
+        if one.is_rows:
+            fits &= two.is_flat(one.axis, shape[one.axis] // one.outer)
+        return one if fits else make_mixed(why)
     is_same, power = same_power(one.power, two.power)
-    if not is_same or one.form != two.form:
-        return make_mixed(why)
-    if (one.axis, one.outer) != (two.axis, two.outer):
+    places = {(kind.form, kind.axis, kind.outer) for kind in (one, two)}
+    if not is_same or len(places) > 1:
         return make_mixed(why)
     return one.but(power=power, columns=frozenset(), count=0)
 
@@ -312,10 +302,9 @@ def kind_of_arrays(arrays: Sequence[Any]) -> Kind:
         isinstance(a, Tracer)
         or not isinstance(getattr(a, "dtype", np.dtype(int)), np.dtype)
         or not 0 < np.size(a) <= _MAX_ENTRIES
+        or not getattr(a, "is_fully_addressable", True)
         for a in arrays
     ):
-        return PLAIN
-    if isinstance(arrays[0], jax.Array) and not arrays[0].is_fully_addressable:
         return PLAIN
     values = [np.asarray(a) for a in arrays]
     firsts = [v.ravel()[0] for v in values]
@@ -348,37 +337,50 @@ def _are_equal_but_for_rows(values: Sequence[Any]) -> bool:
     """
     first = values[0]
     part = tuple(slice(size) for size in first.shape)
+    is_inexact = bool(np.issubdtype(first.dtype, np.inexact))
     return all(
         value.ndim == first.ndim
-        and np.array_equal(value[part], first, equal_nan=_is_inexact(first))
+        and np.array_equal(value[part], first, equal_nan=is_inexact)
         for value in values[1:]
     )
 
 
-def _is_inexact(array: Array) -> bool:
-    return bool(np.issubdtype(array.dtype, np.inexact))
+def at_axis(kind: Kind, axis: int, outer: int | None = None) -> Kind:
+    """Returns a `ROWS` kind with the rows moved to dimension `axis`."""
+    outer = kind.outer if outer is None else outer
+    return kind.but(axis=axis, outer=outer, columns=frozenset())
+
+
+def move(
+    kind: Kind, to: Callable[[int], int | None], why: JaxprEqn | None
+) -> Kind:
+    """Returns the `Kind` of a value whose dimensions are moved or removed.
+
+    Args:
+      kind: The value's kind.
+      to: A function that maps a dimension to its new place, or to None if it is
+        removed.
+      why: The equation that removes dimensions.
+    """
+    if kind.is_rows:
+        axis = to(kind.axis)
+        return make_mixed(why) if axis is None else at_axis(kind, axis)
+    blocks = {to(axis): size for axis, size in kind.blocks.items()}
+    return kind.but(
+        blocks={axis: s for axis, s in blocks.items() if axis is not None},
+        indexed_dim=None if kind.indexed_dim is None else to(kind.indexed_dim),
+        numbering=None,
+    )
 
 
 def slice_kind(kind: Kind, why: JaxprEqn) -> Kind:
     """Returns the `Kind` of one entry along dimension 0 of a value."""
-    if kind.is_rows:
-        if kind.axis == 0:
-            return make_mixed(why)
-        return kind.but(axis=kind.axis - 1, columns=frozenset())
-    blocks = {axis - 1: s for axis, s in kind.blocks.items() if axis}
-    indexed_dim = kind.indexed_dim - 1 if kind.indexed_dim else None
-    return kind.but(blocks=blocks, indexed_dim=indexed_dim, numbering=None)
+    return move(kind, lambda axis: axis - 1 if axis else None, why)
 
 
 def stack(kind: Kind) -> Kind:
     """Returns the `Kind` of values stacked along a new dimension 0."""
-    if kind.is_rows:
-        return kind.but(axis=kind.axis + 1, columns=frozenset())
-    blocks = {axis + 1: size for axis, size in kind.blocks.items()}
-    indexed_dim = None if kind.indexed_dim is None else kind.indexed_dim + 1
-    return kind.but(
-        blocks=blocks, indexed_dim=indexed_dim, numbering=None, values=None
-    )
+    return move(kind, lambda axis: axis + 1, None).but(values=None)
 
 
 def join_each(ones: list[Kind], others: list[Kind], why: Any) -> list[Kind]:

@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,10 +65,6 @@ class Finding:
       has_losses: Whether any loss is marked.
       has_user_code: Whether user code computes, or chooses, a part of the step.
       is_final: Whether traces with other numbers of rows would show no more.
-      has_unsure_collectives: Whether there are collectives in branches or
-        `while` loops, which may run on only some of the replicas, or a
-        different number of times on each. Functions given to `sum_if` run on
-        all of them, unless it is itself in a branch.
     """
 
     verdict: Verdict
@@ -78,7 +75,6 @@ class Finding:
     has_losses: bool = False
     has_user_code: bool = False
     is_final: bool = False
-    has_unsure_collectives: bool = False
 
 
 def examine(
@@ -109,11 +105,15 @@ def examine(
         finding,
         has_user_code=is_user_code,
         is_final=is_mixed or (is_mean and not is_user_code),
-        has_unsure_collectives=_has_unsure_collectives(traced),
     )
 
 
-def _has_unsure_collectives(traced: ClosedJaxpr) -> bool:
+def has_unsure_collectives(traced: ClosedJaxpr) -> bool:
+    """Returns whether collectives may run on only some of the replicas.
+
+    These are collectives in branches or `while` loops. Functions given to
+    `sum_if` run on all replicas, unless it is itself in a branch.
+    """
     return any(
         stages.is_collective(inner)
         for equation in stages.all_equations(
@@ -232,15 +232,14 @@ def has_user_code(jaxpr: ClosedJaxpr, *names: str) -> bool:
     marked = {
         v for e in behind if traces.is_marked(e, *names) for v in e.outvars
     }
-    for equation in jaxpr.jaxpr.eqns:
-        values = stages.variables(equation.invars)
-        if not marked.isdisjoint(values) and traces.is_user_code(equation):
-            return True
-    return any(map(traces.is_user_code, behind)) or any(
-        traces.is_user_code(inner)
-        for e in behind
-        for inner in stages.equations_in(e)
-    )
+    readers = [
+        equation
+        for equation in jaxpr.jaxpr.eqns
+        if not marked.isdisjoint(stages.variables(equation.invars))
+    ]
+    inner = map(stages.equations_in, behind)
+    equations = itertools.chain(readers, behind, *inner)
+    return any(map(traces.is_user_code, equations))
 
 
 def _agrees_with_one_row(
@@ -276,11 +275,9 @@ def _agrees_with_one_row(
     return True
 
 
-_MOVES = frozenset(
-    stages.names_in(
-        "broadcast_in_dim convert_element_type copy expand_dims reduce_sum",
-        "reshape squeeze transpose",
-    )
+_MOVES = stages.names_in(
+    "broadcast_in_dim convert_element_type copy expand_dims reduce_sum",
+    "reshape squeeze transpose",
 )
 
 

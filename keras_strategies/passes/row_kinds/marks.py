@@ -115,12 +115,7 @@ def _weights_gradients(equation: JaxprEqn) -> int:
     )
 
 
-def _transpose(
-    cotangent: Any, value: Any, *, name: str, is_cotangent: bool
-) -> list[Any]:
-    del is_cotangent
-    if isinstance(cotangent, ad.Zero):
-        return [ad.Zero(value.aval)]
+def _transpose(cotangent: Any, value: Any, *, name: str, **_: Any) -> list[Any]:
     return [mark_p.bind(cotangent, name=name, is_cotangent=True)]
 
 

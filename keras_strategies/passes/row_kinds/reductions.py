@@ -5,24 +5,22 @@ operands.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from keras_strategies.passes.row_kinds.call import (
     Call,
     add_powers,
-    at_axis,
     drop_dims,
     join_plain,
     kind_of_entries,
     other_dims,
-    power_in,
     scale_power,
 )
 from keras_strategies.passes.row_kinds.kinds import (
     CONST,
     SUM,
     Kind,
+    at_axis,
     join_constants,
     make_rows,
     make_sum,
@@ -34,32 +32,28 @@ def reduce_sum(call: Call) -> Kind:
     """Returns the `Kind` of a sum over dimensions."""
     kind, axes = call.kinds[0], tuple(call.params["axes"])
     before = call.shape()
-    if kind.is_const and kind.values is not None:
-        counts = [
-            math.prod(e.invars[0].aval.shape[axis] for axis in axes)
-            for e in call.equations
-        ]
+    if kind.values is not None:
+        counts = [math.prod(s[axis] for axis in axes) for s in call.shapes()]
         pairs = zip(kind.values, counts, strict=True)
         return make_uniform(tuple(v * c for v, c in pairs), call.out_shape())
     if kind.is_rows and kind.axis in axes:
         return make_sum(kind.power)
-    if kind.is_const and kind.is_random and set(axes) & set(call.grown_dims()):
+    lost = set(axes) & set(call.grown_dims())
+    if kind.is_const and kind.is_random and lost:
         return make_sum(kind.power)
     reduced = reduce(call)
-    lost = set(axes) & set(call.grown_dims())
     if kind.is_const and lost:
         is_flat = all(kind.is_flat(axis, before[axis]) for axis in lost)
-        power = power_in(kind, call) + len(lost) if is_flat else math.nan
-        return reduced.but(power=power)
+        power = kind.power_in(call.ratio) if is_flat else math.nan
+        return reduced.but(power=power + len(lost))
     count = math.prod(before[axis] for axis in axes) * max(kind.count, 1)
     return reduced.but(count=count)
 
 
 def reduce(call: Call) -> Kind:
     """Returns the `Kind` of a reduction over dimensions other than the rows."""
-    kind = call.kinds[0]
-    if kind.is_sum and call.name != "reduce_sum":
-        return call.make_mixed()
+    kind, is_linear = call.kinds[0], call.name == "reduce_sum"
+    call.require(is_linear or not kind.is_sum)
     entries = kind.entries if call.name == "reduce_prod" else None
     if entries is not None and call.shape() == (len(entries[0]),):
         # The product of a shape, by which Keras's losses divide.
@@ -70,37 +64,24 @@ def reduce(call: Call) -> Kind:
             kind = kind.but(values=None)
     if call.name not in ("reduce_max", "reduce_min"):
         kind = kind.but(indexed_dim=None)
-    is_nonlinear = call.name != "reduce_sum" and kind.is_rows
-    if is_nonlinear and kind.power not in (0.0, None):
-        return call.make_mixed()
+    call.require(is_linear or kind.is_const or kind.is_plain)
     return drop_dims(call, call.params["axes"], kind)
 
 
-def make_dim_rule(find_axis: Callable[[Call], int]) -> Callable[[Call], Any]:
-    """Makes the rule for primitives that compute along one dimension.
-
-    The result is `MIXED` if this is the dimension of the rows.
-
-    Args:
-      find_axis: A function that returns this dimension for an equation.
-    """
-
-    def rule(call: Call) -> Kind:
-        if call.name == "cumsum" and call.kinds[0].is_sum:
-            return call.kinds[0].but(count=0)
-        if any(kind.is_sum for kind in call.kinds):
-            return call.make_mixed()
-        axis = find_axis(call)
-        for kind in call.kinds:
-            if kind.is_rows and kind.axis == axis:
-                return call.make_mixed()
-        result = kind_of_entries(call)
-        if result.is_const:
-            blocks = {a: s for a, s in result.blocks.items() if a != axis}
-            result = result.but(blocks=blocks, indexed_dim=None)
+def compute_along(call: Call) -> Kind:
+    """Returns the `Kind` of what is computed along a dimension without rows."""
+    if call.name == "cumsum" and call.kinds[0].is_sum:
+        return call.kinds[0]
+    params = call.params
+    # Without such a parameter, it is the last dimension.
+    axis = params.get("dimension", params.get("axis", -1)) % len(call.shape())
+    for kind in call.kinds:
+        call.require(kind.is_const or (kind.is_rows and kind.axis != axis))
+    result = kind_of_entries(call)
+    if not result.is_const:
         return result
-
-    return rule
+    blocks = {a: s for a, s in result.blocks.items() if a != axis}
+    return result.but(blocks=blocks, indexed_dim=None)
 
 
 def reduce_window(call: Call) -> Kind:
@@ -108,8 +89,7 @@ def reduce_window(call: Call) -> Kind:
     kind = call.kinds[0]
     if kind.is_const:
         return join_plain(call.kinds)
-    if kind.is_sum or not _is_within_entries(call, kind.axis):
-        return call.make_mixed()
+    call.require(kind.is_rows and _is_within_entries(call, kind.axis))
     return at_axis(kind, kind.axis)
 
 
@@ -131,21 +111,18 @@ def scatter_to_selected(call: Call) -> Kind:
     if source.is_const and operand.is_const:
         return join_plain(call.kinds)
     rows = operand if operand.is_rows else source
-    if not (
-        all(call.is_aligned(k, rows.axis, rows.outer) for k in range(2))
-        and _is_within_entries(call, rows.axis)
-    ):
-        return call.make_mixed()
+    for k in range(2):
+        call.require(call.is_aligned(k, rows.axis, rows.outer))
+    call.require(_is_within_entries(call, rows.axis))
     return make_rows(rows.axis, rows.outer, source.power)
 
 
 def reverse(call: Call) -> Kind:
     """Returns the `Kind` of the result of `rev`, which reverses dimensions."""
     kind = call.kinds[0]
-    if kind.is_rows and kind.axis in call.params["dimensions"]:
-        return call.make_mixed()
     if kind.is_const:
         return join_constants((kind,))
+    call.require(kind.is_sum or kind.axis not in call.params["dimensions"])
     return kind
 
 
@@ -162,36 +139,27 @@ def dot_general(call: Call) -> Kind:
                     known = size if kind.values else kind.blocks.get(dim, 1)
                     blocks[place] = math.gcd(blocks.get(place, known), known)
         return _multiply_constants(call, contracted[0], blocks)
+    power = _multiply_powers(call)
     if SUM in (one.form, two.form):
-        if CONST not in (one.form, two.form):
-            return call.make_mixed()
-        total, by = (one, two) if one.is_sum else (two, one)
-        return make_sum(scale_power(total.power, by, call))
-    places = [
-        _place_of_dim(call, k, kind.axis) if kind.is_rows else None
-        for k, kind in enumerate(call.kinds)
-    ]
-    if one.is_rows and two.is_rows:
-        return _product_of_rows(call, places)
+        call.require(CONST in (one.form, two.form))
+        return make_sum(power)
     k = 0 if one.is_rows else 1
     kind, other = call.kinds[k], call.kinds[1 - k]
-    place = places[k]
-    power = scale_power(kind.power, other, call)
-    if place is not None and kind.axis in batch[k]:
-        dim = batch[1 - k][batch[k].index(kind.axis)]
-        if not other.is_flat(dim, call.shape(k)[kind.axis] // kind.outer):
-            return call.make_mixed()
-    if place is not None:
-        scaled = kind.but(count=0, power=power)
-        return at_axis(scaled, place)
-    # A sum over the rows, weighted by a constant.
-    dim = contracted[1 - k][contracted[k].index(kind.axis)]
+    place = _place_of_dim(call, k, kind.axis)
+    # The other operand's dimension that is multiplied with the rows, if any.
+    pairs = contracted if place is None else batch
+    dim = dict(zip(pairs[k], pairs[1 - k], strict=True)).get(kind.axis)
     size = call.shape(k)[kind.axis] // kind.outer
-    is_drawn_for_rows = other.is_random and dim in call.grown_dims(1 - k)
-    is_fixed = not other.is_random and other.is_flat(dim, size)
-    return (
-        make_sum(power) if is_drawn_for_rows or is_fixed else call.make_mixed()
-    )
+    if other.is_rows:
+        call.require((other.axis, other.outer) == (dim, kind.outer))
+    elif place is None and other.is_random:
+        call.require(dim in call.grown_dims(1 - k))
+    else:
+        call.require(dim is None or other.is_flat(dim, size))
+    # If the rows are contracted, they are summed.
+    if place is None:
+        return make_sum(power)
+    return at_axis(kind.but(count=0, power=power), place)
 
 
 def _multiply_constants(
@@ -207,13 +175,14 @@ def _multiply_constants(
     if any(kind.is_zero for kind in call.kinds):
         zeros = (0,) * len(call.equations)
         return make_uniform(zeros, call.out_shape())
-    power = sum(power_in(kind, call) for kind in call.kinds)
-    are_random = any(kind.is_random for kind in call.kinds)
-    if are_random and set(contracted) & set(call.grown_dims()):
+    product = join_plain(call.kinds).but(blocks=blocks)
+    if call.retraced is None:
+        return product
+    power = sum(kind.power_in(call.ratio) for kind in call.kinds)
+    if product.is_random and set(contracted) & set(call.grown_dims()):
         # A sum over the rows of random numbers.
         return make_sum(power)
-    product = join_plain(call.kinds).but(blocks=blocks)
-    return product if call.retraced is None else product.but(power=power)
+    return product.but(power=power)
 
 
 def _place_of_dim(call: Call, k: int, dim: int) -> int | None:
@@ -222,35 +191,13 @@ def _place_of_dim(call: Call, k: int, dim: int) -> int | None:
     Returns None if the dimension is contracted.
     """
     contracted, batch = call.params["dimension_numbers"]
-    if dim in contracted[k]:
-        return None
-    if dim in batch[k]:
-        return batch[k].index(dim)
-
-    def free(side: int) -> list[int]:
-        used = (*contracted[side], *batch[side])
-        return other_dims(call.shape(side), used)
-
-    start = len(batch[0]) + (len(free(0)) if k == 1 else 0)
-    return start + free(k).index(dim)
-
-
-def _product_of_rows(call: Call, places: list[int | None]) -> Kind:
-    one, two = call.kinds
-    contracted, batch = call.params["dimension_numbers"]
-    power = add_powers(call.kinds)
-    is_paired = one.outer == two.outer
-    for pairs in (contracted, batch):
-        if one.axis in pairs[0]:
-            is_paired &= pairs[1][pairs[0].index(one.axis)] == two.axis
-            if not is_paired:
-                return call.make_mixed()
-            # If the rows are contracted, they are summed. If they are a batch
-            # dimension, they remain rows.
-            if pairs is contracted:
-                return make_sum(power)
-            return make_rows(places[0] or 0, one.outer, power)
-    return call.make_mixed()
+    free = [
+        other_dims(call.shape(side), (*contracted[side], *batch[side]))
+        for side in range(2)
+    ]
+    skipped = [None] * len(free[0]) if k else []
+    places = [*batch[k], *skipped, *free[k]]
+    return places.index(dim) if dim in places else None
 
 
 def convolution(call: Call) -> Kind:
@@ -261,22 +208,20 @@ def convolution(call: Call) -> Kind:
         size = image.blocks.get(numbers.lhs_spec[0], 1)
         blocks = {numbers.out_spec[0]: size}
         return _multiply_constants(call, numbers.lhs_spec[1:2], blocks)
+    power = _multiply_powers(call)
     if has_groups_of_rows(call):
-        return make_rows(numbers.out_spec[1], power=_multiply_powers(call))
+        return make_rows(numbers.out_spec[1], power=power)
     if call.params["feature_group_count"] == 1:
         features = (numbers.lhs_spec[1], numbers.rhs_spec[1])
         outers = {kind.outer for kind in call.kinds if kind.is_rows}
         if len(outers) == 1 and _are_aligned(call, features):
             # The gradient of a kernel: the rows take the place of features,
             # which are summed.
-            return make_sum(_multiply_powers(call))
-    is_plain = image.is_rows and kernel.is_const
-    is_plain &= call.params["batch_group_count"] == 1
-    if not is_plain or image.axis != numbers.lhs_spec[0]:
-        return call.make_mixed()
-    power = scale_power(image.power, kernel, call)
-    scaled = image.but(count=0, power=power)
-    return at_axis(scaled, numbers.out_spec[0])
+            return make_sum(power)
+    call.require(image.is_rows and kernel.is_const)
+    call.require(call.params["batch_group_count"] == 1)
+    call.require(image.axis == numbers.lhs_spec[0])
+    return at_axis(image.but(count=0, power=power), numbers.out_spec[0])
 
 
 def has_groups_of_rows(call: Call) -> bool:
@@ -316,9 +261,10 @@ GROUPS = ("feature_group_count", "batch_group_count")
 
 
 def _multiply_powers(call: Call) -> float | None:
-    image, kernel = call.kinds
-    if image.is_const:
-        return scale_power(kernel.power, image, call)
-    if kernel.is_const:
-        return scale_power(image.power, kernel, call)
+    """Returns the exponent of a product, one factor of which is no constant."""
+    one, two = call.kinds
+    if one.is_const:
+        return scale_power(two.power, one, call)
+    if two.is_const:
+        return scale_power(one.power, two, call)
     return add_powers(call.kinds)

@@ -22,7 +22,11 @@ from keras_strategies.passes.row_kinds import (
     reductions,
     shapes,
 )
-from keras_strategies.passes.row_kinds.call import Call, join_plain
+from keras_strategies.passes.row_kinds.call import (
+    Call,
+    RowsMixed,
+    join_plain,
+)
 from keras_strategies.passes.row_kinds.kinds import (
     CONST,
     MEAN_POWER,
@@ -43,54 +47,70 @@ from keras_strategies.passes.stages import (
 
 def kinds_of_results(call: Call) -> list[Kind]:
     """Returns the `Kind` of each of an equation's results."""
+    try:
+        results = _apply_rule(call)
+    except RowsMixed:
+        results = call.make_mixed()
+    num = len(call.equation.outvars)
+    return results if isinstance(results, list) else [results] * num
+
+
+def _apply_rule(call: Call) -> Kind | list[Kind]:
+    """Returns the `Kind` of each result, or that of all results."""
     num = len(call.equation.outvars)
     if call.name in RANDOM:
         return [_random(call, k) for k in range(num)]
     if call.name in ("reduce_scatter", "psum_scatter") and call.retraced:
-        return [_scatter_rows(call)]
+        return _scatter_rows(call)
     if call.name in _REDUCTIONS and reduced_dims(call.equation):
         return [_reduce_dims(call, k) for k in range(num)]
     if call.name in _GLOBAL:
-        wrong = find_mixed(call.kinds)
-        if call.name in _GATHERS and call.retraced and _counts_or_scales(call):
-            wrong = wrong or call.make_mixed()
-        is_gathered = any(map(call.out_grown_dims, range(num)))
-        exact = PLAIN.but(is_global=True, is_gathered=is_gathered)
-        zero = next((kind for kind in call.kinds if kind.is_zero), None)
-        return [wrong or (zero if num == 1 else None) or exact] * num
+        return _communicate(call)
     if any(kind.is_rows and kind.numbering for kind in call.kinds):
-        return [_compute_with_numbers(call)] * num
+        return _compute_with_numbers(call)
     if call.name == "optimization_barrier":
         return list(call.kinds)
-    rule = _RULES.get(call.name)
-    if rule is None and all(kind.is_const for kind in call.kinds):
-        result = join_plain(call.kinds)
-        return [_check_with_retrace(call, result, k) for k in range(num)]
     if call.name == "mul" and any(kind.is_zero for kind in call.kinds):
         # Also of a value that mixes rows.
-        return [elementwise.elementwise(call)]
+        return elementwise.elementwise(call)
     wrong = find_mixed(call.kinds)
     if wrong is not None:
         is_product = call.name in ("mul", "div")
-        if is_product and any(map(depends_on_count, call.kinds)):
-            wrong = wrong.but(power=math.inf)
-        return [wrong] * num
-    if rule is None or not _is_scale_safe(call):
-        return [call.make_mixed()] * num
-    results = rule(call)
+        is_by_count = is_product and any(map(depends_on_count, call.kinds))
+        return wrong.but(power=math.inf) if is_by_count else wrong
+    call.require(_is_scale_safe(call))
+    results = _RULES.get(call.name, _compute_constant)(call)
     results = results if isinstance(results, list) else [results] * num
     return [
         _check_with_retrace(call, kind, k) for k, kind in enumerate(results)
     ]
 
 
+def _compute_constant(call: Call) -> Kind:
+    """Returns the `Kind` of the results of a primitive without a rule."""
+    call.require(all(kind.is_const for kind in call.kinds))
+    return join_plain(call.kinds)
+
+
+def _communicate(call: Call) -> Kind:
+    """Returns the `Kind` of a collective's results."""
+    wrong, num = find_mixed(call.kinds), len(call.equation.outvars)
+    if wrong is not None or (num == 1 and call.kinds[0].is_zero):
+        return wrong or call.kinds[0]
+    if call.name in _GATHERS and call.retraced:
+        for kind in call.kinds:
+            is_scaled = kind.is_rows and kind.power != 0.0
+            call.require(not (is_scaled or depends_on_count(kind)))
+    is_gathered = any(map(call.out_grown_dims, range(num)))
+    return PLAIN.but(is_global=True, is_gathered=is_gathered)
+
+
 def _compute_with_numbers(call: Call) -> Kind:
     """Returns the `Kind` of a result computed from a scattered `Numbering`."""
     if call.name in ("eq", "ne"):
         return indexing.compare_numbers(call)
-    if call.name == "gather":
-        return _check_with_retrace(call, indexing.gather(call), 0)
-    return call.make_mixed()
+    call.require(call.name == "gather")
+    return _check_with_retrace(call, indexing.gather(call), 0)
 
 
 def has_rule(equation: Equation) -> bool:
@@ -119,15 +139,13 @@ def _reduce_dims(call: Call, k: int) -> Kind:
 
     if is_collective(call.equation):
         return find_mixed(call.kinds) or call.make_mixed()
-    (kind,) = kinds_of_results(
-        dataclasses.replace(
-            call,
-            equation=reduce(call.equation),
-            retraced=call.retraced and reduce(call.retraced),
-            kinds=call.kinds[k : k + 1],
-        )
+    reduced = dataclasses.replace(
+        call,
+        equation=reduce(call.equation),
+        retraced=call.retraced and reduce(call.retraced),
+        kinds=call.kinds[k : k + 1],
     )
-    return kind
+    return kinds_of_results(reduced)[0]
 
 
 def _scatter_rows(call: Call) -> Kind:
@@ -135,9 +153,9 @@ def _scatter_rows(call: Call) -> Kind:
     kind, dim = call.kinds[0], call.params["scatter_dimension"]
     if kind.is_zero:
         return make_uniform(kind.values, call.out_shape())
-    is_of_rows = call.out_grown_dims() == [dim] and kind.is_global
+    call.require(call.out_grown_dims() == [dim] and kind.is_global)
     # A replica sums the derivatives of the replicas' losses, which are equal.
-    return make_rows(dim, power=MEAN_POWER) if is_of_rows else call.make_mixed()
+    return make_rows(dim, power=MEAN_POWER)
 
 
 def _random(call: Call, out: int) -> Kind:
@@ -164,7 +182,8 @@ def _is_scale_safe(call: Call) -> bool:
     of rows, and either the primitive is linear or its `ROWS` operands do not
     scale with that number.
     """
-    if call.name in _TRACKS_POWERS:
+    are_const = all(kind.is_const for kind in call.kinds)
+    if call.name in _TRACKS_POWERS or are_const:
         return True
     # Rows at random indices may differ between replicas, so the scale of the
     # indices does not matter.
@@ -177,9 +196,7 @@ def _is_scale_safe(call: Call) -> bool:
         for kind in kinds
         if kind.is_const
     )
-    is_plain = all(k.power in (0.0, None) for k in call.kinds if k.is_rows)
-    if all(kind.is_const for kind in call.kinds):
-        return True
+    is_plain = all(kind.is_plain for kind in call.kinds if kind.is_rows)
     return are_fixed and (call.name in _LINEAR or is_plain)
 
 
@@ -192,7 +209,9 @@ def _check_with_retrace(call: Call, kind: Kind, out: int) -> Kind:
     """
     if kind.is_const and any(operand.is_global for operand in call.kinds):
         is_gathered = any(operand.is_gathered for operand in call.kinds)
-        if is_gathered or not (kind.is_random or _counts_rows(call, out)):
+        counts = any(map(depends_on_count, call.kinds))
+        is_local = kind.is_random or counts or _loses_rows(call, out)
+        if is_gathered or not is_local:
             return kind.but(is_global=True, is_gathered=is_gathered, power=0.0)
         kind = kind.but(is_global=False)
     if call.retraced is None or kind.is_mixed:
@@ -218,9 +237,9 @@ def _check_with_retrace(call: Call, kind: Kind, out: int) -> Kind:
     if kind.is_rows and _is_index(call, out):
         # Indices do not depend on the scale of the entries.
         kind = kind.but(power=0.0)
-    if call.out_grown_dims(out) != row_dims:
-        return call.make_mixed()
-    return kind if _has_same_scalars(call) else call.make_mixed()
+    is_separate = call.out_grown_dims(out) == row_dims
+    is_same = is_separate and _has_same_scalars(call)
+    return kind if is_same else call.make_mixed()
 
 
 def _is_index(call: Call, out: int) -> bool:
@@ -234,19 +253,6 @@ def _loses_rows(call: Call, out: int) -> bool:
     """Returns whether a result lacks a dimension of rows of an operand."""
     grown = [len(call.grown_dims(k)) for k in range(len(call.kinds))]
     return max(grown, default=0) > len(call.out_grown_dims(out))
-
-
-def _counts_rows(call: Call, out: int) -> bool:
-    """Returns whether a replica's number of rows is a factor of a result."""
-    return any(map(depends_on_count, call.kinds)) or _loses_rows(call, out)
-
-
-def _counts_or_scales(call: Call) -> bool:
-    """Returns whether an operand was computed with the number of rows."""
-    return any(
-        depends_on_count(kind) or (kind.is_rows and kind.power != 0.0)
-        for kind in call.kinds
-    )
 
 
 def _has_same_scalars(call: Call) -> bool:
@@ -337,56 +343,45 @@ def _assign(rule: Callable[[Call], Any], *names: str) -> dict[str, Any]:
     return dict.fromkeys(names_in(*names), rule)
 
 
+def _take(module: Any, *names: str) -> dict[str, Any]:
+    """Returns a module's rules that have the names of their primitives."""
+    return {name: getattr(module, name) for name in names_in(*names)}
+
+
 _RULES: dict[str, Callable[[Call], Any]] = {
     **_assign(elementwise.elementwise, *_ELEMENTWISE),
     **_assign(lambda call: call.kinds[0], *_SAME),
     "select_n": elementwise.select,
+    **_take(
+        shapes,
+        "reshape transpose squeeze expand_dims split stack unstack concatenate",
+        "pad tile iota dynamic_slice dynamic_update_slice",
+    ),
     "broadcast_in_dim": shapes.broadcast,
-    "reshape": shapes.reshape,
-    "transpose": shapes.transpose,
-    "squeeze": shapes.squeeze,
-    "expand_dims": shapes.expand_dims,
     "slice": shapes.slice_,
-    "split": shapes.split,
-    "stack": shapes.stack,
-    "unstack": shapes.unstack,
-    "concatenate": shapes.concatenate,
-    "pad": shapes.pad,
-    "tile": shapes.tile,
-    "iota": shapes.iota,
-    "dynamic_slice": shapes.dynamic_slice,
-    "dynamic_update_slice": shapes.dynamic_update_slice,
-    "reduce_sum": reductions.reduce_sum,
+    **_take(reductions, "reduce_sum dot_general"),
     **_assign(
         reductions.reduce,
         "reduce_max reduce_min reduce_prod reduce_and reduce_or",
         "reduce_xor argmax argmin",
     ),
     **_assign(
-        reductions.make_dim_rule(lambda call: call.params["axis"]),
-        "cumsum cumprod cummax cummin cumlogsumexp",
+        reductions.compute_along,
+        "cumsum cumprod cummax cummin cumlogsumexp sort top_k",
     ),
     "rev": reductions.reverse,
-    "sort": reductions.make_dim_rule(lambda call: call.params["dimension"]),
-    "top_k": reductions.make_dim_rule(
-        lambda call: (
-            call.params.get("axis", len(call.shape()) - 1) % len(call.shape())
-        )
-    ),
     **_assign(
         reductions.reduce_window,
         "reduce_window reduce_window_sum reduce_window_max",
         "reduce_window_min",
     ),
     "select_and_scatter_add": reductions.scatter_to_selected,
-    "dot_general": reductions.dot_general,
     "conv_general_dilated": reductions.convolution,
     **_assign(
-        matrices.make_matrix_rule(2),
+        matrices.compute_matrices,
         "cholesky lu qr householder_product eigh svd eig schur",
     ),
-    "triangular_solve": matrices.triangular_solve,
-    "fft": matrices.fft,
+    **_take(matrices, "triangular_solve fft"),
     **_assign(kernels.cudnn, *kernels.CUDNN),
     "pallas_call": kernels.pallas,
     "jit": kernels.by_rows,

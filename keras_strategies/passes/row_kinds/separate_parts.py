@@ -85,22 +85,18 @@ _NAME = "ks.separate_part"
 def _jvp(primals: Any, tangents: Any, *, order: int, **params: Any) -> Any:
     (value,), (tangent,) = primals, tangents
     marked = part_p.bind(value, order=order, **params)
-    if isinstance(tangent, ad.Zero):
-        return marked, tangent
     return marked, part_p.bind(tangent, order=order + 1, **params)
 
 
 def _transpose(
     cotangent: Any, value: Any, *, enters: bool, **params: Any
 ) -> list[Any]:
-    if isinstance(cotangent, ad.Zero):
-        return [ad.Zero(value.aval)]
     return [part_p.bind(cotangent, enters=not enters, **params)]
 
 
 part_p = make_identity("ks_separate_part")
+ad.deflinear2(part_p, _transpose)
 ad.primitive_jvps[part_p] = _jvp
-ad.primitive_transposes[part_p] = _transpose
 
 
 @dataclasses.dataclass(kw_only=True)

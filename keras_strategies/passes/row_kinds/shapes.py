@@ -5,10 +5,10 @@ operands.
 """
 
 import math
+from typing import Any
 
 from keras_strategies.passes.row_kinds.call import (
     Call,
-    at_axis,
     drop_dims,
     join_all,
     join_plain,
@@ -21,6 +21,7 @@ from keras_strategies.passes.row_kinds.kinds import (
     ROWS,
     SUM,
     Kind,
+    at_axis,
     is_constant,
     join,
     join_constants,
@@ -33,10 +34,10 @@ def broadcast(call: Call) -> Kind:
     places = call.params["broadcast_dimensions"]
     before, after = call.shape(), call.out_shape()
     kind = call.kinds[0]
-    if kind.is_rows and before[kind.axis] != after[places[kind.axis]]:
-        # A single row is repeated, perhaps along a dimension that is not the
+    if kind.is_rows:
+        # A single row may be repeated along a dimension that is not the
         # dimension of the rows.
-        return call.make_mixed()
+        call.require(before[kind.axis] == after[places[kind.axis]])
     result = move_dims(call, lambda axis: places[axis])
     if result.is_rows and places == tuple(range(len(before))):
         return result.but(columns=kind.columns)
@@ -83,8 +84,7 @@ def reshape(call: Call) -> Kind:
                 candidates.append((axis, within))
     if call.num_rows > 1:
         candidates = candidates[:1]
-    if len(candidates) != 1:
-        return call.make_mixed()
+    call.require(len(candidates) == 1)
     return at_axis(kind, *candidates[0])
 
 
@@ -132,8 +132,7 @@ def slice_(call: Call) -> Kind:
 def _with_columns(call: Call, kind: Kind, out: int = 0) -> Kind:
     """Returns a `ROWS` kind, without `columns` if some columns are cut off."""
     is_all = call.shape()[-1:] == call.out_shape(out)[-1:]
-    columns = kind.columns if is_all else frozenset()
-    return kind.but(columns=columns)
+    return kind if is_all else kind.but(columns=frozenset())
 
 
 def _part(call: Call, kind: Kind, start: int, stop: int, step: int) -> Kind:
@@ -186,7 +185,8 @@ def concatenate(call: Call) -> Kind:
     dim, kinds = call.params["dimension"], call.kinds
     forms = {kind.form for kind in kinds}
     if SUM in forms:
-        return call.make_mixed() if ROWS in forms else join_all(kinds, call)
+        call.require(ROWS not in forms)
+        return join_all(kinds, call)
     sizes = [call.shape(k)[dim] for k in range(len(kinds))]
     if ROWS not in forms:
         return _concatenated_constants(call, dim, sizes)
@@ -197,29 +197,24 @@ def concatenate(call: Call) -> Kind:
     # The concatenation is along the dimension of the rows. Each operand must
     # consist of complete blocks of rows, or of a constant that is equal within
     # such blocks.
-    inner = call.inner(first, k)
-    block = inner * call.num_rows
-    fits = all(
-        (f.axis == dim and size == f.outer * block)
-        if f.is_rows
-        else size % block == 0 and f.is_flat(dim, block)
-        for f, size in zip(kinds, sizes, strict=True)
-    )
-    if not fits or not all(same):
-        return call.make_mixed()
+    block = sizes[k] // first.outer // call.num_rows * call.num_rows
+    for kind, size in zip(kinds, sizes, strict=True):
+        if kind.is_rows:
+            call.require(kind.axis == dim and size == kind.outer * block)
+        else:
+            call.require(size % block == 0 and kind.is_flat(dim, block))
+    call.require(all(same))
     return at_axis(first, dim, sum(sizes) // block)
 
 
 def _concatenated_constants(call: Call, dim: int, sizes: list[int]) -> Kind:
     joint = join_constants(call.kinds)
     blocks = dict(joint.blocks)
-    if all(
-        kind.values is not None or dim in kind.blocks for kind in call.kinds
-    ):
-        within = [
-            size if kind.values is not None else kind.blocks[dim]
-            for kind, size in zip(call.kinds, sizes, strict=True)
-        ]
+    within: list[Any] = [
+        size if kind.values is not None else kind.blocks.get(dim)
+        for kind, size in zip(call.kinds, sizes, strict=True)
+    ]
+    if None not in within:
         blocks[dim] = math.gcd(*within)
     values = {kind.values for kind in call.kinds}
     if len(values) == 1 and None not in values:
@@ -248,8 +243,7 @@ def _concatenate_columns(call: Call, first: Kind, same: bool) -> Kind:
         else:
             same &= kind.is_flat(axis, size)
         start += call.shape(k)[-1] if call.shape(k) else 0
-    if not same:
-        return call.make_mixed()
+    call.require(same)
     known = frozenset(columns) if is_last else frozenset()
     return first.but(columns=known, count=0)
 
@@ -271,18 +265,17 @@ def tile(call: Call) -> Kind:
 
 def pad(call: Call) -> Kind:
     kind, fill = call.kinds
+    added = call.params["padding_config"]
     if kind.is_const:
-        added = enumerate(call.params["padding_config"])
-        unpadded = {axis for axis, sizes in added if not any(sizes)}
-        blocks = {a: s for a, s in kind.blocks.items() if a in unpadded}
+        blocks = {a: s for a, s in kind.blocks.items() if not any(added[a])}
         return join_plain(call.kinds).but(blocks=blocks)
     if kind.is_sum:
-        return kind if fill.is_zero else call.make_mixed()
-    if call.params["padding_config"][kind.axis] != (0, 0, 0):
-        return call.make_mixed()
-    is_plain = kind.power in (0.0, None) and is_constant(fill)
-    is_fine = fill.is_const and (fill.is_zero or is_plain)
-    return kind.but(count=0) if is_fine else call.make_mixed()
+        call.require(fill.is_zero)
+        return kind
+    call.require(added[kind.axis] == (0, 0, 0))
+    is_plain = kind.is_plain and fill.is_const and is_constant(fill)
+    call.require(fill.is_zero or is_plain)
+    return kind.but(count=0)
 
 
 def iota(call: Call) -> Kind:
@@ -295,26 +288,22 @@ def iota(call: Call) -> Kind:
 
 def dynamic_slice(call: Call) -> Kind:
     kind, *starts = call.kinds
-    if any(not start.is_const for start in starts):
-        return call.make_mixed()
-    if kind.is_rows:
-        is_all = call.out_shape()[kind.axis] == call.shape()[kind.axis]
-        kind = _with_columns(call, kind).but(count=0)
-        return kind if is_all else call.make_mixed()
-    return _part_of_constant(call)
+    call.require(all(start.is_const for start in starts))
+    if not kind.is_rows:
+        return _part_of_constant(call)
+    call.require(call.out_shape()[kind.axis] == call.shape()[kind.axis])
+    return _with_columns(call, kind).but(count=0)
 
 
 def dynamic_update_slice(call: Call) -> Kind:
     kind, update, *starts = call.kinds
-    if any(not start.is_const for start in starts):
-        return call.make_mixed()
+    call.require(all(start.is_const for start in starts))
     if kind.is_const and update.is_const:
         result = join_constants((kind, update))
-        pairs = enumerate(zip(call.shape(), call.shape(1), strict=True))
-        partly = {axis for axis, (size, part) in pairs if size != part}
-        blocks = {a: s for a, s in result.blocks.items() if a not in partly}
+        size, part = call.shape(), call.shape(1)
+        blocks = {a: s for a, s in result.blocks.items() if size[a] == part[a]}
         return result.but(blocks=blocks)
     of = kind if kind.is_rows else update
-    if of.is_rows and call.shape(1)[of.axis] != call.shape()[of.axis]:
-        return call.make_mixed()
+    if of.is_rows:
+        call.require(call.shape(1)[of.axis] == call.shape()[of.axis])
     return join(kind, update, call.out_shape(), call.equation)

@@ -6,6 +6,7 @@ these arrays are the slices of a stack, each such operation is computed once, on
 the stack (`jax.vmap`).
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def batch_slices(
         array = x.stack if isinstance(x, Slice) else x
         arrays[id(array)] = array
     comparison = Comparison()
-    numbers = comparison.number_inputs(len(arrays))
+    numbers = comparison.numbers.number_each("input", len(arrays))
     number_by_array = dict(zip(arrays, numbers, strict=True))
     values: list[Value] = [
         Slice(number_by_array[id(x.stack)], *x.place)
@@ -80,12 +81,11 @@ class _Evaluation:
     """
 
     def __init__(
-        self, mapper: Mapper, constants: dict[int, Any], inputs: dict[int, Any]
+        self, mapper: Mapper, constants: dict[Any, Any], inputs: dict[Any, Any]
     ) -> None:
         self._mapper = mapper
         self._constants = constants
-        self._values = inputs
-        self._slices: dict[Slice, Any] = {}
+        self._values = ChainMap(inputs, constants)
 
     def compute(self, program: Program) -> None:
         """Computes all operations of a function."""
@@ -98,14 +98,12 @@ class _Evaluation:
 
     def value(self, value: Value) -> Any:
         """Returns a value as an array."""
-        if not isinstance(value, Slice):
-            is_known = value in self._values
-            return (self._values if is_known else self._constants)[value]
-        if value not in self._slices:
-            self._slices[value] = jax.lax.index_in_dim(
-                self._values[value.stack], value.index, keepdims=False
+        if isinstance(value, Slice) and value not in self._values:
+            stack = self._values[value.stack]
+            self._values[value] = jax.lax.index_in_dim(
+                stack, value.index, keepdims=False
             )
-        return self._slices[value]
+        return self._values[value]
 
     def _compute(self, operation: Operation) -> Sequence[Any]:
         if operation.program is not None:

@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
 from keras_strategies._types import Array
+from keras_strategies.passes.collective_cut import find_called_jaxpr
 from keras_strategies.passes.specs import stacks, unstacks
 from keras_strategies.passes.stages import (
     compute_equations,
@@ -107,21 +108,18 @@ class Comparison:
 
     Attributes:
       constants: The values of constants, by number.
+      numbers: The numbers of values.
     """
 
     def __init__(self) -> None:
         self.constants: dict[int, Any] = {}
-        self._numbers = ValueNumbers()
+        self.numbers = ValueNumbers()
         # For each operation on slices of a number of slices: their indices.
-        self._indices: dict[tuple[int, int], set[int]] = {}
+        self._indices: dict[tuple[Any, int], set[int]] = {}
         # The operations that are not the same for all slices.
-        self._partial: set[tuple[int, int]] = set()
+        self._partial: set[tuple[Any, int]] = set()
         # How often each equation with an effect occurred.
         self._occurrences: Counter[int] = Counter()
-
-    def number_inputs(self, count: int, name: object = "input") -> list[int]:
-        """Returns the numbers of a function's inputs."""
-        return [self._numbers.number((name, i)) for i in range(count)]
 
     def compare(self, traced: ClosedJaxpr, inputs: list[Value]) -> Program:
         """Finds the operations of a function.
@@ -164,14 +162,14 @@ class Comparison:
         """Appends a function's operations to a list; returns its outputs."""
         known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         for variable, const in zip(jaxpr.constvars, consts, strict=True):
-            number = self._numbers.number_object(const)
+            number = self.numbers.number_object(const)
             self.constants[number] = const
             known[variable] = number
 
         def look_up(variable: Any) -> Value:
             if not isinstance(variable, Literal):
                 return known[variable]
-            number = self._numbers.number_literal(variable)
+            number = self.numbers.number_literal(variable)
             self.constants[number] = variable.val
             return number
 
@@ -202,62 +200,53 @@ class Comparison:
         elif name == BARRIER:
             results = self._number_barrier(operands)
         elif len({x.place for x in slices}) == 1 and not _draws(equation):
-            results = self._number_slices(equation, operands, slices[0])
+            results = self._number_slices(jaxpr, equation, operands)
         elif slices and name in _CALLS:
-            inner = equation.params.get("jaxpr")
-            inner = inner or equation.params["call_jaxpr"]
-            consts = getattr(inner, "consts", ())
-            inner = getattr(inner, "jaxpr", inner)
-            return self._inline(inner, consts, operands, operations)
+            called: Any = find_called_jaxpr(equation)
+            return self._inline(called[0], called[1], operands, operations)
         elif slices and name == "shard_map":
             results, program = self._compare_mapped(equation, operands)
         else:
-            results = self._number(equation, operands)
+            results = self.numbers.number_results(jaxpr, equation, operands)
         operations.append(
             Operation(jaxpr, equation, operands, results, program)
         )
         return results
-
-    def _number(
-        self, equation: JaxprEqn, operands: Sequence[Value]
-    ) -> list[Value]:
-        described = self._describe(equation)
-        return self._number_each(equation, (described, tuple(operands)))
 
     def _number_alone(self, equation: JaxprEqn) -> list[Value]:
         """Returns the results of an equation that equals no other.
 
         A function that is called twice contains the equation twice.
         """
-        number = self._numbers.number_object(equation)
+        number = self.numbers.number_object(equation)
         self._occurrences[number] += 1
         key = "alone", number, self._occurrences[number]
-        return self._number_each(equation, key)
+        return self.numbers.number_each(key, len(equation.outvars))
 
     def _number_slices(
-        self, equation: JaxprEqn, operands: Sequence[Value], of: Slice
+        self, jaxpr: Jaxpr, equation: JaxprEqn, operands: Sequence[Value]
     ) -> list[Value]:
         """Returns the results of an operation on slices with one index."""
-        on_stacks = tuple(
+        of = next(x for x in operands if isinstance(x, Slice))
+        number_results = self.numbers.number_results
+        on_stacks = [
             ("slice", x.stack) if isinstance(x, Slice) else x for x in operands
-        )
-        described = self._describe(equation)
-        number = self._numbers.number((described, on_stacks, of.count))
-        if (number, of.count) in self._partial:
-            return self._number(equation, operands)
-        self._indices.setdefault((number, of.count), set()).add(of.index)
-        return [
-            Slice(x, *of.place) for x in self._number_each(equation, number)
         ]
+        stacks = number_results(jaxpr, equation, [*on_stacks, of.count])
+        key = tuple(stacks), of.count
+        if key in self._partial:
+            return number_results(jaxpr, equation, operands)
+        self._indices.setdefault(key, set()).add(of.index)
+        return [Slice(stack, *of.place) for stack in stacks]
 
     def _number_barrier(self, operands: Sequence[Value]) -> list[Value]:
         """Returns the results of a barrier, one for each operand."""
-        whole = _find_whole_stacks(operands)
+        whole = _find_whole_stacks((x, None) for x in operands)
         key = BARRIER, tuple(operands)
         return [
-            Slice(self._numbers.number((key, x.stack)), *x.place)
-            if isinstance(x, Slice) and x.stack in whole
-            else self._numbers.number((key, x))
+            Slice(self.numbers.number((key, x.stack)), *x.place)
+            if isinstance(x, Slice) and (x.stack, None) in whole
+            else self.numbers.number((key, x))
             for x in operands
         ]
 
@@ -266,24 +255,15 @@ class Comparison:
     ) -> tuple[list[Value], Program]:
         """Compares the operations of a function mapped over the replicas."""
         params = equation.params
-        place = self._numbers.number_object(equation)
+        place = self.numbers.number_object(equation)
         packed = Packed.of(operands, params["in_specs"])
-        inputs = packed.unpack(self.number_inputs(len(packed.values), place))
+        numbers = self.numbers.number_each(place, len(packed.values))
+        inputs = packed.unpack(numbers)
         program = self._compare(params["jaxpr"], (), inputs)
         outputs = Packed.of(program.outputs, params["out_specs"])
         key = place, tuple(operands)
-        return outputs.unpack(
-            self.number_inputs(len(outputs.values), key)
-        ), program
-
-    def _number_each(self, equation: JaxprEqn, key: Any) -> list[Any]:
-        count = len(equation.outvars)
-        return [self._numbers.number((key, k)) for k in range(count)]
-
-    def _describe(self, equation: JaxprEqn) -> tuple[Any, ...]:
-        params = equation.params
-        described = self._numbers.describe(params) if params else ()
-        return equation.primitive.name, described
+        numbers = self.numbers.number_each(key, len(outputs.values))
+        return outputs.unpack(numbers), program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,34 +287,25 @@ class Packed:
     ) -> "Packed":
         """Packs values.
 
-        The slices of a stack become the stack, if all slices are among the
-        values and have the same spec.
+        The slices of a stack with the same spec become the stack, if all slices
+        are among them.
 
         Args:
           values: The values.
           specs: Their specs.
         """
-        specs_by_array: dict[int, set[PartitionSpec]] = {}
-        for value, spec in zip(values, specs, strict=True):
-            if isinstance(value, Slice):
-                specs_by_array.setdefault(value.stack, set()).add(spec)
-        whole = {
-            x for x in _find_whole_stacks(values) if len(specs_by_array[x]) == 1
-        }
-        packed = cls([], [], [])
+        whole = _find_whole_stacks(zip(values, specs, strict=True))
         positions: dict[Any, int] = {}
+        places: list[Any] = []
         for value, spec in zip(values, specs, strict=True):
             entering, place = value, None
-            if isinstance(value, Slice) and value.stack in whole:
+            if isinstance(value, Slice) and (value.stack, spec) in whole:
                 entering, place = value.stack, value.place
                 spec = PartitionSpec(None, *spec)
-            key = entering, spec
-            if key not in positions:
-                positions[key] = len(packed.values)
-                packed.values.append(entering)
-                packed.specs.append(spec)
-            packed.places.append((positions[key], place))
-        return packed
+            position = positions.setdefault((entering, spec), len(positions))
+            places.append((position, place))
+        packed, packed_specs = ([key[k] for key in positions] for k in (0, 1))
+        return cls(packed, packed_specs, places)
 
     def unpack(self, values: Sequence[Any]) -> list[Any]:
         """Returns the operands or results, from values in place of `values`."""
@@ -363,13 +334,20 @@ def _are_all_slices(values: Sequence[Value]) -> bool:
     ]
 
 
-def _find_whole_stacks(values: Iterable[Value]) -> set[int]:
-    """Returns the stacks all of whose slices are among values."""
-    found: dict[tuple[int, int], set[int]] = {}
-    for value in values:
+def _find_whole_stacks(
+    values: Iterable[tuple[Value, Any]],
+) -> set[tuple[int, Any]]:
+    """Finds the stacks all of whose slices are among values, with one spec.
+
+    Args:
+      values: Pairs of a value and its spec.
+
+    Returns:
+      Pairs of a stack and the spec.
+    """
+    found: dict[tuple[int, Any, int], set[int]] = {}
+    for value, spec in values:
         if isinstance(value, Slice):
-            key = value.stack, value.count
+            key = value.stack, spec, value.count
             found.setdefault(key, set()).add(value.index)
-    return {
-        stack for (stack, count), each in found.items() if len(each) == count
-    }
+    return {key[:2] for key, each in found.items() if len(each) == key[2]}

@@ -107,59 +107,37 @@ def largest(x):
     return jnp.argmax(x, axis=-1)
 
 
-def one_kernel_a_row(x, kernels, groups=None, *, transpose=True):
-    """A convolution of the first 8 entries of each row by its own kernel."""
-    rows = x.shape[0]
-    images = x[:, :8]
-    image = images.T[None] if transpose else images.reshape(1, 8, rows)
+def convolve(image, kernels, groups, channels=1):
     return lax.conv_general_dilated(
         image,
-        kernels.T[:, None],
+        jnp.repeat(kernels.T[:, None], channels, axis=1),
         (1,),
         "SAME",
         dimension_numbers=("NWC", "WIO", "NWC"),
-        feature_group_count=groups or rows,
+        feature_group_count=groups,
     )[0].T
+
+
+def one_kernel_a_row(x, kernels, *, transpose=True):
+    """A convolution of the first 8 entries of each row by its own kernel."""
+    images = x[:, :8]
+    image = images.T[None] if transpose else images.reshape(1, 8, len(x))
+    return convolve(image, kernels, len(x))
 
 
 def kernels_in_pairs(x):
     """A group of a convolution for each two rows: a row reads its neighbor."""
-    rows = x.shape[0]
-    return lax.conv_general_dilated(
-        x[:, :8].T[None],
-        jnp.repeat(x[:, 8:11].T[:, None], 2, axis=1),
-        (1,),
-        "SAME",
-        dimension_numbers=("NWC", "WIO", "NWC"),
-        feature_group_count=rows // 2,
-    )[0].T
+    return convolve(x[:, :8].T[None], x[:, 8:11], len(x) // 2, channels=2)
+
+
+def two_channels(x, order=(1, 0, 2)):
+    image = x.reshape(-1, 8, 2).transpose(order).reshape(1, 8, -1)
+    return convolve(image, x[:, :3], len(x), channels=2)
 
 
 def channels_before_rows(x):
     """Two channels of a row are not neighbors, but groups are of neighbors."""
-    rows = x.shape[0]
-    image = x.reshape(rows, 8, 2).transpose(1, 2, 0).reshape(1, 8, 2 * rows)
-    return lax.conv_general_dilated(
-        image,
-        jnp.repeat(x[:, :3].T[:, None], 2, axis=1),
-        (1,),
-        "SAME",
-        dimension_numbers=("NWC", "WIO", "NWC"),
-        feature_group_count=rows,
-    )[0].T
-
-
-def two_channels(x):
-    rows = x.shape[0]
-    image = x.reshape(rows, 8, 2).transpose(1, 0, 2).reshape(1, 8, 2 * rows)
-    return lax.conv_general_dilated(
-        image,
-        jnp.repeat(x[:, :3].T[:, None], 2, axis=1),
-        (1,),
-        "SAME",
-        dimension_numbers=("NWC", "WIO", "NWC"),
-        feature_group_count=rows,
-    )[0].T
+    return two_channels(x, (1, 2, 0))
 
 
 def scan(turn, first, *scanned):
