@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal
 
 from keras_strategies._types import Array
 from keras_strategies.passes.stages import (
@@ -105,12 +105,10 @@ class ValueNumbers:
             self._rules[place] = tuple(self._in_rules.number_outputs(traced))
         return self._rules[place]
 
-    def _operand(
-        self, variable: Var | Literal, known: Mapping[Any, int]
-    ) -> int:
-        if not isinstance(variable, Literal):
-            return known[variable]
-        return self.number_literal(variable)
+    def _operand(self, operand: Any, known: Mapping[Any, int]) -> int:
+        if isinstance(operand, Literal):
+            return self.number_literal(operand)
+        return known[operand]
 
     def number_literal(self, literal: Literal) -> int:
         """Returns the number of a literal."""

@@ -67,7 +67,6 @@ def sgd(mesh, weights, x, update, specs, reductions):
         specs=specs,
         divisor=1,
         on_replicated=lambda: None,
-        key=[],
     )
     return value, new
 
@@ -157,7 +156,6 @@ def descended(mesh, spec, grad, weight):
         specs=[spec],
         divisor=1,
         on_replicated=lambda: None,
-        key=[],
     )[0]
 
 

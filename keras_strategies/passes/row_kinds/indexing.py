@@ -105,8 +105,7 @@ def _gathered_rows(call: Call, places: list[int]) -> Kind:
         # Each slice contains all rows.
         is_all = call.params["slice_sizes"][axis] == shape[axis]
         call.require(index.is_const and is_all)
-        gone = (*numbers.collapsed_slice_dims, *batching)
-        kept = other_dims(shape, gone)
+        kept = other_dims(shape, (*numbers.collapsed_slice_dims, *batching))
         return at_axis(operand, numbers.offset_dims[kept.index(axis)])
     column = tuple(numbers.start_index_map).index(axis)
     if index.is_rows and column in index.columns:

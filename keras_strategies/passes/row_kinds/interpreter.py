@@ -12,10 +12,7 @@ from keras_strategies.passes import traces
 from keras_strategies.passes.collective_cut import find_called_jaxpr
 from keras_strategies.passes.row_kinds import marks, scales
 from keras_strategies.passes.row_kinds.call import Call
-from keras_strategies.passes.row_kinds.inner_functions import (
-    kinds_of_update,
-    map_over_rows,
-)
+from keras_strategies.passes.row_kinds.inner_functions import map_over_rows
 from keras_strategies.passes.row_kinds.kernels import is_by_rows
 from keras_strategies.passes.row_kinds.kinds import (
     MEAN_POWER,
@@ -167,8 +164,7 @@ class Interpreter:
             return [make_mixed(equation)] * len(equation.outvars)
         if None not in inner and not is_by_rows(equation):
             called = [ClosedJaxpr(*pair) for pair in inner if pair]
-            updated = kinds_of_update(equations, kinds)
-            results = updated or self.interpret(called, kinds)
+            results = self.interpret(called, kinds)
             return [_with_place(kind, equation) for kind in results]
         return kinds_of_results(call)
 
@@ -181,7 +177,8 @@ class Interpreter:
         if name in (*marks.USED, marks.CHANGE):
             self._check_merge(equation, name, kind)
         is_gradient = name in (marks.GRADIENT, marks.SHARE)
-        if is_gradient and not kind.is_zero and self._is_shown(kind, name):
+        is_shown = scales.is_shown(kind, name, self._ratio)
+        if is_gradient and not kind.is_zero and is_shown:
             # The replicas merge all of them in the same way.
             return make_sum(MEAN_POWER)
         if name == marks.CHANGE and not scales.is_wrong(kind, name):
@@ -242,15 +239,12 @@ class Interpreter:
                 self.counting.append(why)
             elif name == marks.LOG and not scales.is_shown(kind, name):
                 self.logs.append(why)
-        elif not self._is_shown(kind, name):
+        elif not scales.is_shown(kind, name, self._ratio):
             # Otherwise the cause may be an operation without a rule.
             is_known = kind.why is None and kind.power is not None
             if name in (marks.GRADIENT, marks.SHARE):
                 why = self._differentiated or why
             self.unshown.append((name, why, is_known))
-
-    def _is_shown(self, kind: Kind, name: str) -> bool:
-        return scales.is_shown(kind, name, self._ratio)
 
     def _find_fixed_point(
         self,

@@ -262,12 +262,10 @@ def _agrees_with_one_row(
     known, small, large = map(_list_numbers, behind)
     rows = [j.jaxpr.invars[-1].aval.shape[0] for j in (two, more)]
     for low, high in zip(small, large, strict=True):
-        if low != low:
-            continue
-        if low == high:
-            # The number does not depend on the rows.
-            if low not in known:
-                return False
+        # A number that does not depend on the rows must be there.
+        if low == high and low not in known:
+            return False
+        if low == high or low != low:
             continue
         power = np.log(high / low) / np.log(rows[1] / rows[0])
         if not np.isclose(known, low / rows[0] ** power, rtol=1e-4).any():

@@ -6,7 +6,6 @@ program.
 
 from typing import Any
 
-import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
@@ -60,7 +59,7 @@ USED = (GRADIENT, SHARE, WEIGHT, STATE, LOG, COUNT)
 mark = checkpoint_name
 
 
-def mark_both_ways(value: Array, name: str) -> jax.Array:
+def mark_both_ways(value: Array, name: str) -> Array:
     """Marks an array, and the derivatives that flow back through it.
 
     Args:
@@ -70,8 +69,7 @@ def mark_both_ways(value: Array, name: str) -> jax.Array:
     Returns:
       The same array.
     """
-    marked: Any = mark_p.bind(value, name=name, is_cotangent=False)
-    return marked
+    return mark_p.bind(value, name=name, is_cotangent=False)
 
 
 def has_unweighted_gradients(

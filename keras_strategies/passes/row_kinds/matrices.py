@@ -41,8 +41,7 @@ def compute_matrices(
     if is_linear:
         *others, last = call.kinds
         call.require(all(kind.is_plain for kind in others))
-        is_const = last.is_const
-        power = scale_power(power, last, call) if is_const else last.power
+        power = scale_power(power, last, call) if last.is_const else last.power
     return make_rows(first.axis, first.outer, power)
 
 

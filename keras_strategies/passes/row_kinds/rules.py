@@ -97,7 +97,7 @@ def _communicate(call: Call) -> Kind:
     wrong, num = find_mixed(call.kinds), len(call.equation.outvars)
     if wrong is not None or (num == 1 and call.kinds[0].is_zero):
         return wrong or call.kinds[0]
-    if call.name in _GATHERS and call.retraced:
+    if call.name.startswith("all_gather") and call.retraced:
         for kind in call.kinds:
             is_scaled = kind.is_rows and kind.power != 0.0
             call.require(not (is_scaled or depends_on_count(kind)))
@@ -258,20 +258,17 @@ def _loses_rows(call: Call, out: int) -> bool:
 def _has_same_scalars(call: Call) -> bool:
     """Returns whether both traces compute with equal parameters."""
     is_convolution = call.name == "conv_general_dilated"
-    if is_convolution and reductions.has_groups_of_rows(call):
-        # The numbers of groups are multiples of the numbers of rows.
-        return True
-    return _scalars(call.equation) == _scalars(call.retraced)
+    # Then the numbers of groups are multiples of the numbers of rows.
+    is_grouped = is_convolution and reductions.has_groups_of_rows(call)
+    return is_grouped or _scalars(call.equation) == _scalars(call.retraced)
 
 
 def _scalars(equation: JaxprEqn) -> list[Any]:
     """Returns an equation's parameters that are numbers, names or flags."""
     plain = (bool, int, float, str)
     values = [v for v in equation.params.values() if isinstance(v, plain)]
-    if equation.primitive.name == "slice":
-        starts = equation.params["start_indices"]
-        return [*values, *(start for start in starts if start)]
-    return values
+    # Those of `slice`.
+    return [*values, *filter(None, equation.params.get("start_indices", ()))]
 
 
 _LINEAR = names_in(
@@ -309,8 +306,6 @@ _GLOBAL = names_in(
     "reduce_scatter psum_scatter all_to_all ppermute pbroadcast",
 )
 """Collectives; their results are those of one device with all rows."""
-
-_GATHERS = names_in("all_gather all_gather_invariant")
 
 _ELEMENTWISE = names_in(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil",

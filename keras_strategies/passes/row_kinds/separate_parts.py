@@ -176,6 +176,5 @@ def _is_separate(call: Call) -> bool:
     """Returns whether a value has rows in order, or is equal for all rows."""
     kind = call.kinds[0]
     if kind.is_const:
-        sizes = [(dim, call.shape()[dim]) for dim in call.grown_dims()]
-        return all(kind.is_flat(*size) for size in sizes)
+        return all(kind.is_flat(d, call.shape()[d]) for d in call.grown_dims())
     return kind.is_rows and kind.axis == 0

@@ -89,8 +89,7 @@ def reshape(call: Call) -> Kind:
 
 
 def transpose(call: Call) -> Kind:
-    order = call.params["permutation"]
-    return move_dims(call, order.index)
+    return move_dims(call, call.params["permutation"].index)
 
 
 def squeeze(call: Call) -> Kind:
@@ -121,11 +120,9 @@ def slice_(call: Call) -> Kind:
     params, kind = call.params, call.kinds[0]
     if not kind.is_rows:
         return _part_of_constant(call)
-    start, stop = (
-        params[n][kind.axis] for n in ("start_indices", "limit_indices")
-    )
-    strides = params["strides"]
-    step = 1 if strides is None else strides[kind.axis]
+    axis, strides = kind.axis, params["strides"]
+    start, stop = params["start_indices"][axis], params["limit_indices"][axis]
+    step = 1 if strides is None else strides[axis]
     return _part(call, _with_columns(call, kind), start, stop, step)
 
 

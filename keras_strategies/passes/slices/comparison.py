@@ -9,18 +9,18 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
 from keras_strategies._types import Array
 from keras_strategies.passes.collective_cut import find_called_jaxpr
 from keras_strategies.passes.specs import stacks, unstacks
 from keras_strategies.passes.stages import (
-    compute_equations,
     equations_in,
     has_effects,
     names_in,
     references,
+    update_values,
 )
 from keras_strategies.passes.value_numbers import ValueNumbers
 
@@ -74,18 +74,10 @@ class Operation:
 
     def compute(self, *operands: Array) -> list[Any]:
         """Computes the equation; a result that nothing reads is None."""
-        invars, outvars = self.equation.invars, self.equation.outvars
-        of = dict(zip(map(id, invars), operands, strict=True))
-        is_read = [not isinstance(v, DropVar) for v in outvars]
-        results = iter(
-            compute_equations(
-                self.jaxpr,
-                [self.equation],
-                [v for v, each in zip(outvars, is_read, strict=True) if each],
-                lambda v: of[id(v)],
-            )
-        )
-        return [next(results) if each else None for each in is_read]
+        pairs = zip(self.equation.invars, operands, strict=True)
+        values = {v: x for v, x in pairs if not isinstance(v, Literal)}
+        update_values(self.jaxpr, [self.equation], values)
+        return list(map(values.get, self.equation.outvars))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,11 +127,8 @@ class Comparison:
             self._indices.clear()
             self._occurrences.clear()
             program = self._compare(traced.jaxpr, traced.consts, inputs)
-            partial = {
-                key
-                for key, indices in self._indices.items()
-                if len(indices) < key[1]
-            }
+            found = self._indices.items()
+            partial = {key for key, each in found if len(each) < key[1]}
             if not partial:
                 return program
             # If these are computed on slices, others may become partial.
