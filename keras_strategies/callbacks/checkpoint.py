@@ -328,7 +328,7 @@ class Checkpoint(CheckpointCallback):
 
     def _save_now(self, loop: FitState, logs: dict[str, Any] | None) -> None:
         self.before_save(loop)
-        loop.sync()
+        loop.model.jax_state_sync()
         state = loop.state(is_epoch_over=loop.step == 0)
         arrays, document = contents.pack_checkpoint(loop.groups(), state)
         facts = {

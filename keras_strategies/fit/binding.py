@@ -15,7 +15,7 @@ import jax
 import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from keras_strategies._types import Batch, Tree
+from keras_strategies._types import Batch
 from keras_strategies.fit import generating, scope_hooks
 from keras_strategies.fit.callbacks.callback_list import (
     close_reports,
@@ -139,7 +139,7 @@ class Binding:
         self._functions.reset()
         variable_creator.release(all_variables(self.model))
 
-    def _loop(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _loop(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the class's override of a method such as `fit`, else `_route`.
 
         If the override calls Keras's method, `_route` is called instead.
@@ -167,8 +167,9 @@ class Binding:
             stack.enter_context(self._session("train"))
             keras_sources.split_validation(call)
             feed = self._make_feed(call, steps=call["steps_per_epoch"])
-            stack.enter_context(self._validating(call["validation_data"]))
-            call.set(validation_data=self._make_validation_feed(call))
+            if call["validation_data"] is not None:
+                validation_feed = self._make_validation_feed(call, stack)
+                call.set(validation_data=validation_feed)
             call.set_feed(feed)
             stack.callback(close_reports, call["callbacks"])
             self._build_on_feed("train", feed)
@@ -189,36 +190,37 @@ class Binding:
             self._use_quiet_list(call, feed)
             return call.run()
 
-    def _make_validation_feed(self, call: Call) -> "DataAdapter | None":
-        if call["validation_data"] is None:
-            return None
+    def _make_validation_feed(
+        self, call: Call, stack: contextlib.ExitStack
+    ) -> "DataAdapter":
+        parts = keras.utils.unpack_x_y_sample_weight(call["validation_data"])
+        data = dict(zip(("x", "y", "sample_weight"), parts, strict=True))
+        stack.enter_context(temporary_attribute(self, "_validation", data))
         return adapter.make_feed(
             self._mesh,
-            **self._validation,
+            **data,
             batch_size=call["validation_batch_size"] or call["batch_size"],
             steps_per_epoch=call["validation_steps"],
             steps_per_execution=self.model.steps_per_execution,
             name="validation_data",
         )
 
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._make_call("evaluate", args, kwargs)
-        with self._session("test"):
+    def _pass(self, name: str, kind: str, *args: Any, **kwargs: Any) -> Any:
+        """Runs `evaluate` or `predict`."""
+        call = self._make_call(name, args, kwargs)
+        with self._session(kind):
             if not call.keywords.get(_VALIDATES):
                 feed = self._make_feed(call, steps=call["steps"])
                 call.set_feed(feed)
-                self._build_on_feed("test", feed)
+                if kind == "predict":
+                    self._build_for_call(EpochIterator(feed))
+                else:
+                    self._build_on_feed(kind, feed)
                 self._use_quiet_list(call, feed)
             return self._run_call(call)
 
-    def _predict(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._make_call("predict", args, kwargs)
-        with self._session("predict"):
-            feed = self._make_feed(call, steps=call["steps"])
-            call.set_feed(feed)
-            self._build_for_call(EpochIterator(feed))
-            self._use_quiet_list(call, feed)
-            return self._run_call(call)
+    _evaluate = functools.partialmethod(_pass, "evaluate", "test")
+    _predict = functools.partialmethod(_pass, "predict", "predict")
 
     def _use_quiet_list(self, call: Call, feed: "DataAdapter") -> None:
         callbacks = make_quiet_list(call.name, call.keywords, self.model, feed)
@@ -230,23 +232,20 @@ class Binding:
             call["y"], call["sample_weight"], call["class_weight"]
         )
         batch = (call["x"], call["y"], weight)
+        batch = batch[:1] if kind == "predict" else batch
         with self._session(kind):
             execution = adapter.place_batch(batch, self._mesh)
-            self.model._assert_compile_called(call.name)
-            self._build(kind, data_batch=batch)
+            if kind == "predict":
+                self._build_for_call([(0, 0, [batch])])
+            else:
+                self.model._assert_compile_called(call.name)
+                self._build(kind, data_batch=batch)
             call.set_feed(execution)
             return self._run_call(call)
 
     _train_on_batch = functools.partialmethod(_on_batch, "train")
     _test_on_batch = functools.partialmethod(_on_batch, "test")
-
-    def _predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        call = Call(self.model, "predict_on_batch", args, kwargs)
-        with self._session("predict"):
-            execution = adapter.place_batch((call["x"],), self._mesh)
-            self._build_for_call([(0, 0, [(call["x"],)])])
-            call.set_feed(execution)
-            return self._run_call(call)
+    _predict_on_batch = functools.partialmethod(_on_batch, "predict")
 
     def _run_call(self, call: Call) -> Any:
         try:
@@ -292,15 +291,6 @@ class Binding:
         finally:
             self._functions.forget(kind)
 
-    def _validating(
-        self, data: Tree
-    ) -> contextlib.AbstractContextManager[None]:
-        if data is None:
-            return contextlib.nullcontext()
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        validation = {"x": x, "y": y, "sample_weight": weight}
-        return temporary_attribute(self, "_validation", validation)
-
     def _build_on_feed(self, kind: str, feed: "DataAdapter") -> None:
         self.model._assert_compile_called("fit")
         self._build(kind, iterator=EpochIterator(feed))
@@ -325,8 +315,8 @@ class Binding:
     ) -> None:
         """Replaces `_symbolic_build`, which Keras's `fit` and `evaluate` call.
 
-        Within `_session` the model is built. Otherwise, for example if an
-        overridden method calls `fit` with other data, it is built here.
+        Within `_session` the model is built. Otherwise, for example if a
+        library has patched `keras.Model.fit`, it is built here.
         """
         if self._is_in_session:
             return

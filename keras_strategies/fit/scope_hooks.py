@@ -74,8 +74,9 @@ def _find_loop_patches() -> Iterator[Patch]:
 
 _scope_patches = Patches(_find_scope_patches)
 _loop_patches = Patches(_find_loop_patches)
-# The `in_loop` arguments of `keras_hooks`, one for each open scope.
-_in_loop: list[_InLoop] = []
+# The `in_loop` arguments of `keras_hooks`, one for each open scope; the first
+# is for loops outside of all scopes.
+_in_loop: list[_InLoop] = [lambda model, name: contextlib.nullcontext()]
 
 
 class _Routes(threading.local):
@@ -185,30 +186,24 @@ def bind_on_use(model: keras.Model, strategy: Any) -> None:
       strategy: The strategy.
     """
 
-    def compile_and_attach(*args: Any, **kwargs: Any) -> Any:
-        result = type(model).compile(model, *args, **kwargs)
+    def attach_and_call(name: str, /, *args: Any, **kwargs: Any) -> Any:
+        result = None
+        if name == "compile":
+            result = type(model).compile(model, *args, **kwargs)
         # If a scope is open, the wrapped `compile` has already bound the model.
         if BINDING not in vars(model):
             strategy.attach(model)
-        return result
-
-    def attaching(name: str) -> Callable[..., Any]:
-        def attach_and_call(*args: Any, **kwargs: Any) -> Any:
-            strategy.attach(model)
-            # The binding has replaced the attribute by now.
-            return getattr(model, name)(*args, **kwargs)
-
-        return attach_and_call
+        if name == "compile":
+            return result
+        # The binding has replaced the attribute by now.
+        return getattr(model, name)(*args, **kwargs)
 
     for name in ON_USE:
-        if name == "compile":
-            used = compile_and_attach
-        elif callable(getattr(type(model), name)):
-            used = attaching(name)
-        else:
-            continue
-        functools.update_wrapper(used, getattr(type(model), name))
-        object.__setattr__(model, name, used)
+        method = getattr(type(model), name)
+        if callable(method):
+            used = functools.partial(attach_and_call, name)
+            functools.update_wrapper(used, method)
+            object.__setattr__(model, name, used)
     object.__setattr__(model, STRATEGY, strategy)
 
 
@@ -223,9 +218,7 @@ def _wrap_loop(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         route = _routes.model_routes.get(id(model))
         if route is not None:
             return route(name, args, kwargs)
-        with contextlib.ExitStack() as stack:
-            if _in_loop:
-                stack.enter_context(_in_loop[-1](model, name))
+        with _in_loop[-1](model, name):
             return method(model, *args, **kwargs)
 
     return call

@@ -103,11 +103,8 @@ def _mark_moments(
 ) -> tuple[Any, Any]:
     if step.facts.is_local:
         return moments
-    mean, variance = moments
-    return (
-        marks.mark_both_ways(mean, marks.STATISTIC),
-        marks.mark_both_ways(variance, marks.STATISTIC),
-    )
+    mean, variance = (marks.mark_both_ways(m, marks.STATISTIC) for m in moments)
+    return mean, variance
 
 
 def _make_row_mean(

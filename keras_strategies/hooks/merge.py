@@ -252,18 +252,15 @@ def cast_like(new: Array, old: Array) -> jax.Array:
     return jax.lax.convert_element_type(jnp.asarray(new), old.dtype)
 
 
-def apply_changes(group: Group, changes: dict[str, Any]) -> Group:
-    """Copies a group, replacing the values that `find_changes` returned."""
-    group = list(group)
-    for k, value in changes.items():
-        group[int(k)] = value
-    return group
+def apply_changes(group: Group, changes: Group) -> Group:
+    """Returns a group with the values that `find_changes` returned."""
+    pairs = zip(group, changes, strict=True)
+    return [old if new is None else new for old, new in pairs]
 
 
-def find_changes(old: list[Any], new: Group) -> dict[str, Any]:
-    """Returns a dict from indices of changed variables to their new values."""
-    return {
-        str(k): cast_like(n, o)
-        for k, (o, n) in enumerate(zip(old, new, strict=True))
-        if n is not o and n is not None
-    }
+def find_changes(old: Group, new: Group) -> Group:
+    """Returns the new values of changed variables; None for the others."""
+    return [
+        None if n is o or n is None else cast_like(n, o)
+        for o, n in zip(old, new, strict=True)
+    ]

@@ -161,7 +161,7 @@ def result(
         step, variables, before, before, mine, are_metrics=True
     )
     # If the result is only logged, the logged value is computed from the state
-    # that the step returns (`step_logs.merge_logs`), and the compiler removes
+    # that the step returns (`step_logs.read_logs`), and the compiler removes
     # these computations as dead code.
     (merged,), _ = merge_lib.combine(step, [plans])
     scope = _ResultScope(zip(variables, merged, strict=True))

@@ -117,7 +117,6 @@ def get_copies(variable: keras.Variable, mesh: ReplicaMesh) -> jax.Array:
     copies: Copies | None = getattr(variable, _COPIES, None)
     value = variable._value
     if copies is not None and copies.value is value:
-        _check_home(variable, copies.array, mesh)
         return copies.array
     host = np.asarray(value)
     parts = np.broadcast_to(host, (mesh.num_replicas, *host.shape))
@@ -135,19 +134,6 @@ def make_copy_shapes(
         jax.ShapeDtypeStruct((count, *v.shape), v.dtype, sharding=mesh.split)
         for v in variables
     ]
-
-
-def _check_home(
-    variable: keras.Variable, array: jax.Array, mesh: ReplicaMesh
-) -> None:
-    if array.sharding.device_set != set(mesh.devices):
-        raise ValueError(
-            "A variable with a copy on each replica can be used only by the "
-            f"strategy that created it. Received: {variable.path!r}, whose "
-            f"copies are on {array.shape[0]} devices, in `run` of a strategy "
-            f"with {mesh.num_replicas} replicas on other devices. Create "
-            "the variable in the scope of this strategy."
-        )
 
 
 def create_copies(variable: keras.Variable, mesh: ReplicaMesh) -> None:

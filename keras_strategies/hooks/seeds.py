@@ -8,10 +8,9 @@ import keras
 import numpy as np
 
 from keras_strategies._types import Array
-from keras_strategies.keras_bridge.step_context import StepContext
+from keras_strategies.keras_bridge.step_context import Group, StepContext
 from keras_strategies.spmd.replica_map import replica_id
 
-Arrays = list[Any]
 _HASH = np.uint32(0x9E3779B9)
 
 
@@ -25,8 +24,8 @@ def is_seed(variable: keras.Variable) -> bool:
 
 
 def fold_seeds(
-    variables: Sequence[keras.Variable], values: Arrays, step: StepContext
-) -> Arrays:
+    variables: Sequence[keras.Variable], values: Group, step: StepContext
+) -> Group:
     """Folds the replica's id into seeds, for separate random streams.
 
     The id is hashed before it is combined with the seed. Without the hash,

@@ -185,7 +185,10 @@ def _add_gradients(
         return [o + part for o, part in zip(old, parts, strict=True)]
 
     old = [before[v] for v in accumulators]
-    is_update = _is_update(inner, before, finite)
+    count = before[inner._iterations] + 1
+    is_update = count % inner.gradient_accumulation_steps == 0
+    if finite is not None:
+        is_update = jnp.logical_and(is_update, finite)
     dtype = step.facts.mesh.reduce_dtype
     if scale is not None and dtype == "float16":
         # Accumulators are not scaled: float16 would make small ones zero, and
@@ -223,15 +226,6 @@ def _find_accumulators(
     )
     is_same &= len(IdentitySet(targets)) == len(targets)
     return targets if is_same else None
-
-
-def _is_update(
-    optimizer: Any, values: IdentityMap[Any], finite: jax.Array | None
-) -> jax.Array:
-    """Returns whether the optimizer updates the weights in this step."""
-    count = values[optimizer._iterations] + 1
-    is_last = count % optimizer.gradient_accumulation_steps == 0
-    return is_last if finite is None else jnp.logical_and(is_last, finite)
 
 
 def _make_zeros(

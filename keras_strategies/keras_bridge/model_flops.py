@@ -1,8 +1,7 @@
 """Counts the operations of a model's training, and finds its kind of inputs."""
 
 import inspect
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import keras
@@ -23,11 +22,10 @@ def count_model_flops(model: keras.Model, x: Tree) -> float | None:
       be called with the inputs alone or its `call` has no gradients. Its train
       step does not use its `call` then.
     """
-
-    def shapes(variables: Iterable[Any]) -> list[Any]:
-        return [
-            jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in variables
-        ]
+    weights, others = jax.tree.map(
+        lambda v: jax.ShapeDtypeStruct(tuple(v.shape), v.dtype),
+        (model.trainable_variables, model.non_trainable_variables),
+    )
 
     def forward(
         weights: Sequence[Array], others: Sequence[Array], x: Tree
@@ -39,12 +37,7 @@ def count_model_flops(model: keras.Model, x: Tree) -> float | None:
         return model.stateless_call(weights, others, x, **mode)[0]
 
     try:
-        return count_training_flops(
-            forward,
-            shapes(model.trainable_variables),
-            shapes(model.non_trainable_variables),
-            x,
-        )
+        return count_training_flops(forward, weights, others, x)
     except Exception:
         # `call` is the user's code.
         return None

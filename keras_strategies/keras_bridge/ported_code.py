@@ -1,7 +1,7 @@
 """Errors and warnings for code of TensorFlow, which name its replacement."""
 
 import contextlib
-import inspect
+import itertools
 import os
 import sys
 import traceback
@@ -87,35 +87,12 @@ def _find_tensorflow_call(error: Exception) -> tuple[str, bool]:
         return "", False
     directory = os.path.join(os.path.dirname(file), "")
     frames = traceback.extract_tb(error.__traceback__)
-    are_inner = [frame.filename.startswith(directory) for frame in frames]
-    if True not in are_inner[1:]:
-        return "", False
-    caller = frames[are_inner.index(True, 1) - 1]
-    place = f"{os.path.basename(caller.filename)}:{caller.lineno}"
-    inner = frames[are_inner.index(True, 1) :]
-    is_tape = any(frame.filename.endswith(_TAPE) for frame in inner)
-    return f"`{caller.line or caller.name}` ({place})", is_tape
-
-
-def check_step_signature(model: keras.Model, kind: str) -> None:
-    """Raises TypeError if a step takes neither `(state, data)` nor `(data)`."""
-    step = getattr(model, f"{kind}_step")
-    try:
-        signature = inspect.signature(step)
-    except ValueError:
-        return
-    for arguments in (("state", "data"), ("data",)):
-        try:
-            signature.bind(*arguments)
-        except TypeError:
-            continue
-        return
-    raise TypeError(
-        f"`{kind}_step` must accept `(state, data)`, as in Keras for JAX, or "
-        f"`(data)`, as in Keras for TensorFlow. Received: "
-        f"{type(model).__name__}.{kind}_step{signature}. Write it in one of "
-        "these forms; see docs/migration.md."
-    )
+    is_tape = any(frame.filename.endswith(_TAPE) for frame in frames)
+    for caller, called in itertools.pairwise(frames):
+        if called.filename.startswith(directory):
+            place = f"{os.path.basename(caller.filename)}:{caller.lineno}"
+            return f"`{caller.line or caller.name}` ({place})", is_tape
+    return "", False
 
 
 def warn_of_tensorflow_scope() -> None:

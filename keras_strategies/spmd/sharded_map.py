@@ -61,9 +61,8 @@ def sharded_map(
       mesh: The replicas.
       in_specs: The specs of the arguments, as a nest of the same structure or a
         prefix of it.
-      out_specs: The same for the results, or a function that takes the results
-        and returns such specs. Results that are `Sharded` must be equal on all
-        replicas.
+      out_specs: The same for the results. Results that are `Sharded` must be
+        equal on all replicas.
 
     Returns:
       The mapped function; it takes and returns global arrays.
@@ -83,8 +82,7 @@ def sharded_map(
         def flat(*leaves: Array) -> list[Any]:
             outputs = fn(*jax.tree.unflatten(structure, leaves))
             flat_outputs, result = jax.tree.flatten(outputs)
-            all_specs = out_specs(outputs) if callable(out_specs) else out_specs
-            results[:] = [result, _flat(all_specs, outputs)]
+            results[:] = [result, _flat(out_specs, outputs)]
             return flat_outputs
 
         whole = replicated_spec()

@@ -33,15 +33,10 @@ class Analysis:
     Attributes:
       reason: Why the step must run over the global batch, as text for a
         warning; None if it can be mapped over the replicas.
-      is_expected: Whether no warning is given about this reason.
-      needs_sums: Whether accumulated gradients are used as sums, although each
-        replica has accumulated its own.
       logs: The equations of logs that are not shown to be means.
     """
 
     reason: str | None = None
-    is_expected: bool = False
-    needs_sums: bool = False
     logs: Sequence[JaxprEqn] = ()
 
 
@@ -102,7 +97,7 @@ def analyze_outputs(
         if trace.error is not None:
             return Analysis(reason=describe_error(trace.error))
         if not is_by_rows(trace.traced.shapes[0], trace.rows):
-            return Analysis(reason=_OUTPUT_REASON, is_expected=True)
+            return Analysis(reason=OUTPUT_REASON)
     return Analysis(reason=record.reason)
 
 
@@ -217,7 +212,8 @@ def _row_inputs(record: Record) -> range:
     return range(inputs - record.num_row_arrays, inputs)
 
 
-_OUTPUT_REASON = "its outputs do not have the number of rows of the batch"
+OUTPUT_REASON = "its outputs do not have the number of rows of the batch"
+"""A reason of predict steps, of which no warning is given."""
 
 _BRANCH_REASON = (
     "gradients or metrics are reduced over the replicas inside a `cond`, "

@@ -68,24 +68,37 @@ def is_in_place(model: keras.Model, kind: str) -> bool:
     Args:
       model: The model.
       kind: `"train"`, `"test"` or `"predict"`.
+
+    Raises:
+      TypeError: if it takes neither `(state, data)` nor `(data)`.
     """
+    step = getattr(model, f"{kind}_step")
     try:
-        signature = inspect.signature(getattr(model, f"{kind}_step"))
+        signature = inspect.signature(step)
     except ValueError:
         return False
-    places = [
-        each
-        for each in signature.parameters.values()
-        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-    ]
-    has_star = any(
-        each.kind == each.VAR_POSITIONAL
-        for each in signature.parameters.values()
-    )
-    needed = [each for each in places if each.default is each.empty]
-    if len(needed) > 1 or has_star or not places:
+    takes_data = _accepts(signature, "data")
+    takes_state = _accepts(signature, "state", "data")
+    if not (takes_data or takes_state):
+        raise TypeError(
+            f"`{kind}_step` must accept `(state, data)`, as in Keras for JAX, "
+            f"or `(data)`, as in Keras for TensorFlow. Received: "
+            f"{type(model).__name__}.{kind}_step{signature}. Write it in one "
+            "of these forms; see docs/migration.md."
+        )
+    parameters = list(signature.parameters.values())
+    has_star = any(each.kind == each.VAR_POSITIONAL for each in parameters)
+    if takes_state and (has_star or parameters[0].name == "state"):
         return False
-    return len(places) == 1 or places[0].name != "state"
+    return takes_data
+
+
+def _accepts(signature: inspect.Signature, *arguments: str) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def find_other_variables(model: keras.Model, kind: str) -> list[keras.Variable]:
@@ -177,19 +190,12 @@ def _is_built(model: keras.Model) -> bool:
 def _calls_keras(model: keras.Model, step: Any) -> bool:
     """Returns whether a model's step calls the one that Keras defines."""
     function = getattr(step, "__func__", step)
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    methods = [
-        (cls, vars(cls)[function.__name__])
-        for cls in type(model).__mro__
-        if function.__name__ in vars(cls)
-    ]
-    after = [
-        cls
-        for (_, method), (cls, _) in itertools.pairwise(methods)
-        if method is function
-    ]
-    is_super = {"super", function.__name__} <= set(names)
-    return is_super and any(c.__module__.startswith("keras.") for c in after)
+    name = function.__name__
+    methods = [vars(c)[name] for c in type(model).__mro__ if name in vars(c)]
+    called = [b for a, b in itertools.pairwise(methods) if a is function]
+    code = getattr(function, "__code__", None)
+    is_super = {"super", name} <= set(getattr(code, "co_names", ()))
+    return is_super and any(f.__module__.startswith("keras.") for f in called)
 
 
 class _InPlaceStep:
@@ -228,24 +234,20 @@ class _InPlaceStep:
                 lambda x: x.value if isinstance(x, keras.Variable) else x,
                 self.__wrapped__(data),
             )
-        _check_written(scope, IdentitySet(variable for variable, _ in pairs))
+        known = IdentitySet(variable for variable, _ in pairs)
+        for variable in scope.written:
+            if variable not in known:
+                raise ValueError(
+                    "A step of the form `train_step(self, data)` must only "
+                    "write variables of its model. Received: a write of "
+                    f"{variable.path!r}. Make it an attribute of the model, or "
+                    "of one of its layers and metrics."
+                )
         new = tuple(
             [scope.get_current_value(v) for v in group]
             for group in self._variables
         )
         return results, (new[1] if self._is_predict else new)
-
-
-def _check_written(scope: InnerScope, known: IdentitySet) -> None:
-    """Raises ValueError if a step wrote a variable that has no group."""
-    for variable in scope.written:
-        if variable not in known:
-            raise ValueError(
-                "A step of the form `train_step(self, data)` must only write "
-                "variables of its model. Received: a write of "
-                f"{variable.path!r}. Make it an attribute of the model, or of "
-                "one of its layers and metrics."
-            )
 
 
 def _make_pure(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.rows import padded_rows
 from keras_strategies.step import step_functions
 from keras_strategies.step.record import with_leading
+from keras_strategies.step.route import Form
 from keras_strategies.step.state.array_groups import find_layout
 from keras_strategies.step.state.layout import PLAIN
 from keras_strategies.variables import shardings
@@ -49,7 +50,12 @@ def lower_step(
         have different numbers of rows.
       TypeError: if an entry of the batch has no shape and dtype.
     """
-    _check_kind(kind)
+    if kind not in KINDS:
+        raise ValueError(
+            f"`kind` must be one of {', '.join(map(repr, KINDS))}. Received: "
+            f"kind={kind!r}. Pass 'train' for the step of `fit`, 'test' for "
+            "`evaluate`, or 'predict' for `predict`."
+        )
     data = tuple(batch) if isinstance(batch, list) else batch
     parts = keras.utils.unpack_x_y_sample_weight(data)
     if kind == "predict":
@@ -78,18 +84,9 @@ def lower_step(
         return Segment(data=placed, rows=rows, steps=steps)
 
     segment = place(steps)
-    if program.find_route(segment).is_split:
+    if steps > 1 and program.find_route(segment).form is Form.EVEN:
         segment = place(1)
     return program.lower(state, segment)
-
-
-def _check_kind(kind: str) -> None:
-    if kind not in KINDS:
-        raise ValueError(
-            f"`kind` must be one of {', '.join(map(repr, KINDS))}. Received: "
-            f"kind={kind!r}. Pass 'train' for the step of `fit`, 'test' for "
-            "`evaluate`, or 'predict' for `predict`."
-        )
 
 
 def get_shape(leaf: object) -> jax.ShapeDtypeStruct:

@@ -51,15 +51,12 @@ class ModelCall:
         model = getattr(step, "__self__", None)
         self._model = model if isinstance(model, keras.Layer) else None
 
-    @property
-    def loss_tracker(self) -> Any:
-        """The metric that Keras's step updates with the loss, or None."""
-        return getattr(self._model, "_loss_tracker", None)
-
     def on_replica(
         self, step: StepContext, state: Sequence[Group], data: Batch
     ) -> tuple[Any, Any]:
         """Calls the step on a replica's rows; returns (results, state)."""
+        tracker = getattr(self._model, "_loss_tracker", None)
+        step = step.with_facts(loss_tracker=tracker)
         with (
             trace_hooks(),
             kernels_for(self._mesh),

@@ -7,14 +7,14 @@ batch, whose rows XLA shards over the devices.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import keras
 from jax.sharding import NamedSharding
 
-from keras_strategies._types import Batch, Groups, Tree
+from keras_strategies._types import Batch, Groups
 from keras_strategies.hooks import merge as merge_lib
 from keras_strategies.keras_bridge.step_context import (
     Group,
@@ -30,12 +30,9 @@ from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import replicated_spec, split_spec
 from keras_strategies.spmd.sharded_map import sharded_map
 from keras_strategies.step import output_shardings
+from keras_strategies.step.even_step import call_on_replica
 from keras_strategies.step.model_call import ModelCall
-from keras_strategies.step.ragged_step import (
-    RaggedCall,
-    RaggedRows,
-    call_step,
-)
+from keras_strategies.step.ragged_step import RaggedRows, call_step
 from keras_strategies.step.record import StepTracer
 from keras_strategies.step.route import Form, Route
 from keras_strategies.step.router import Router
@@ -45,6 +42,7 @@ from keras_strategies.step.traced import (
     call_on_global_batch,
     combine_sums,
     jit_named,
+    scan_steps,
 )
 from keras_strategies.variables.host_memory import take_slots
 from keras_strategies.variables.shardings import (
@@ -60,7 +58,8 @@ class ModelProgram:
     """The programs of a model's train, test or predict step.
 
     Each program is a function (written, read, data) -> (results, written,
-    changed), where `changed` maps indices in each read group to new values.
+    changed), where `changed` has the new values of each read group, and None
+    for a value that did not change.
 
     Args:
       step: The model's step: `step(state, data) -> (results, state)`.
@@ -96,6 +95,7 @@ class ModelProgram:
             step, mesh, replica_scope, is_predict=self._returns_rows
         )
         self._variables = variables
+        self._metrics = None if self._returns_rows else variables[-1]
         self._written = written
         self._read = tuple(i for i in range(len(variables)) if i not in written)
         self._specs = [[get_spec(v, mesh) for v in g] for g in variables]
@@ -114,6 +114,9 @@ class ModelProgram:
             global_reason=global_reason,
             returns_rows=self._returns_rows,
             is_training=0 in written,
+        )
+        self._scan = functools.partial(
+            scan_steps, returns_rows=self._returns_rows
         )
         self._programs = self._make_programs()
 
@@ -205,49 +208,31 @@ class ModelProgram:
           layout: The layout of the state.
           stacked: Whether the step receives stacked batches.
         """
-        written, mesh = self._written, self._mesh
+        mesh, replicated = self._mesh, replicated_spec()
+        split = split_spec(mesh, dim=int(stacked and not self._is_sharded))
+        results = split if self._returns_rows else replicated
+
+        def map_replicas(body: Step, *state: Any) -> Step:
+            specs, result_specs = (*state, split), (results, *state)
+            return sharded_map(
+                body, mesh, in_specs=specs, out_specs=result_specs
+            )
+
         if self._is_sharded:
             # The loop over stacked batches is around the mapped step.
-            body = sharded_map(
-                step,
-                mesh,
-                in_specs=(*self._divide(self._specs), split_spec(mesh)),
-                out_specs=self._result_specs,
-            )
-            body = keep_slots_on_host(layout.wrap_step(body, written))
-            return self._scan_steps(body) if stacked else body
-        step = keep_slots_on_host(layout.wrap_step(step, written))
-        body = self._scan_steps(step) if stacked else step
-        replicated, new = replicated_spec(), layout.find_specs(written)
-        split = split_spec(mesh, dim=int(stacked))
-        return sharded_map(
-            layout.wrap_loop(body, written),
-            mesh,
-            in_specs=(new, replicated, split),
-            out_specs=(
-                split if self._returns_rows else replicated,
-                new,
-                replicated,
-            ),
-        )
-
-    def _result_specs(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
-        _, _, changed = results
-        written, read = self._divide(self._specs)
-        changed_specs = [
-            {k: group[int(k)] for k in values}
-            for group, values in zip(read, changed, strict=True)
-        ]
-        has_rows = self._returns_rows
-        result_spec = split_spec(self._mesh) if has_rows else replicated_spec()
-        return result_spec, written, changed_specs
+            body = map_replicas(step, *self._divide(self._specs))
+            body = keep_slots_on_host(layout.wrap_step(body))
+            return self._scan(body) if stacked else body
+        step = keep_slots_on_host(layout.wrap_step(step))
+        body = layout.wrap_loop(self._scan(step) if stacked else step)
+        return map_replicas(body, layout.find_specs(), replicated)
 
     def _run_global_batch(
         self, written: Group, read: Group, data: Batch, shape: RowShape
     ) -> tuple[Any, ...]:
         """Runs the step on all rows of one or several batches, unpadded."""
         body = self._global_body
-        fn = self._scan_steps(body) if shape.steps > 1 else body
+        fn = self._scan(body) if shape.steps > 1 else body
         return call_on_global_batch(
             fn, (written, read), data, shape, self._mesh
         )
@@ -275,10 +260,7 @@ class ModelProgram:
         results, new, changed = self._start(
             functools.partial(dispatch, self._mesh), state, segment
         )
-        read = [
-            merge_lib.apply_changes(state[i], values) if values else state[i]
-            for i, values in zip(self._read, changed, strict=True)
-        ]
+        read = map(merge_lib.apply_changes, self._divide(state)[1], changed)
         return results, tuple(self._order_groups(new, read))
 
     def lower(self, state: Groups, segment: Segment) -> jax.stages.Lowered:
@@ -317,7 +299,9 @@ class ModelProgram:
         written = [groups[i] for i in self._written]
         return written, [groups[i] for i in self._read]
 
-    def _order_groups(self, written: Group, read: Group) -> list[Any]:
+    def _order_groups(
+        self, written: Iterable[Any], read: Iterable[Any]
+    ) -> list[Any]:
         places = (*self._written, *self._read)
         groups = dict(zip(places, (*written, *read), strict=True))
         return [groups[i] for i in range(len(places))]
@@ -339,7 +323,17 @@ class ModelProgram:
         """Runs the step on a replica, and combines the replicas' states."""
         if step.num_replicas == 1:
             return self._global_body(written, read, data, step)
-        return self._merge_replicas(step, written, read, data)
+        old = self._order_groups(written, read)
+        results, new = call_on_replica(
+            step,
+            self._model_call.on_replica,
+            self._variables,
+            old,
+            data,
+            metrics=self._metrics,
+            local_sums=self._mapped_layout.local_sums,
+        )
+        return results, *self._select_changes(old, new)
 
     def _global_body(
         self,
@@ -359,38 +353,13 @@ class ModelProgram:
     ) -> tuple[Any, ...]:
         """Runs the step on replicas with different numbers of rows."""
         old = self._order_groups(written, read)
-        called = call_step(
-            self._on_rows,
+        results, new = call_step(
+            self._model_call.on_replica,
             self._variables,
             old,
             data,
             mesh=self._mesh,
             counts=counts,
-            metrics=None if self._returns_rows else self._variables[-1],
+            metrics=self._metrics,
         )
-        results = self._ragged_results(called)
-        return results, *self._select_changes(old, called.state)
-
-    def _merge_replicas(
-        self, step: StepContext, written: Group, read: Group, data: Batch
-    ) -> tuple[Any, ...]:
-        """Runs the step on one of several replicas, and combines the states."""
-        raise NotImplementedError
-
-    def _on_rows(
-        self, step: StepContext, state: Sequence[Group], data: Batch
-    ) -> tuple[Any, Any]:
-        """Runs the model's step on a replica's rows.
-
-        Returns:
-          The results, and the new state.
-        """
-        raise NotImplementedError
-
-    def _ragged_results(self, called: RaggedCall) -> Tree:
-        """Returns the step's results from the outcome of `call_step`."""
-        raise NotImplementedError
-
-    def _scan_steps(self, body: Step) -> Step:
-        """Turns the step of one batch into a loop over stacked batches."""
-        raise NotImplementedError
+        return results, *self._select_changes(old, new)

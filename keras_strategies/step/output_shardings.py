@@ -45,7 +45,7 @@ def constrain_step(
     """Constrains the shardings of a step's outputs.
 
     Args:
-      body: The step: `(...) -> (results, new values, changed values by index)`.
+      body: The step: `(...) -> (results, new values, changed values)`.
       written: The shardings of the groups of new values; None for a place
         without a value.
       read: The shardings of the groups that the changed values belong to.
@@ -54,11 +54,8 @@ def constrain_step(
 
     def with_shardings(*args: Tree) -> tuple[Any, ...]:
         outputs, new, changed = body(*args)
-        new = [_constrain_group(*g) for g in zip(new, written, strict=True)]
-        changed = [
-            {k: _constrain(v, group[int(k)]) for k, v in values.items()}
-            for values, group in zip(changed, read, strict=True)
-        ]
+        new = list(map(_constrain_group, new, written))
+        changed = list(map(_constrain_group, changed, read))
         return _constrain(outputs, results), new, changed
 
     return with_shardings

@@ -32,6 +32,7 @@ from keras_strategies.spmd.identity import IdentityMap
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.rows import rows_of_replicas
 from keras_strategies.step import step_logs
+from keras_strategies.step.analysis import is_by_rows
 from keras_strategies.step.ragged import replica_merge
 from keras_strategies.step.ragged.ragged_call import (
     BranchResult,
@@ -118,26 +119,6 @@ Step = Callable[[StepContext, list[list[Any]], Batch], tuple[Any, Any]]
 """A model's step, as traced: (step, state, data) -> (outputs, new state)."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedCall:
-    """The result of a step on uneven rows, after merging the replicas' states.
-
-    Attributes:
-      outputs: The step's output arrays, padded to one shape.
-      structure: The structure of the outputs.
-      results: For each output, the metric result that it represents, or None.
-      state: The new values of the groups of variables.
-      means: For each output, its mean over the replicas that have rows; empty
-        if the outputs have an entry for each row.
-    """
-
-    outputs: list[Any]
-    structure: Any
-    results: list[Any]
-    state: list[list[Any]]
-    means: list[Any]
-
-
 def call_step(
     step_fn: Step,
     variables: tuple[list[keras.Variable], ...],
@@ -147,7 +128,7 @@ def call_step(
     mesh: ReplicaMesh,
     counts: tuple[int, ...],
     metrics: list[keras.Variable] | None,
-) -> RaggedCall:
+) -> tuple[Tree, list[list[Any]]]:
     """Calls a model's step on each replica's rows, and merges the states.
 
     This function is called inside a mapped function.
@@ -160,8 +141,12 @@ def call_step(
         replica.
       mesh: The mesh of the replicas.
       counts: Each replica's number of rows.
-      metrics: The variables of metrics if the outputs are numbers to average;
-        None if the outputs have an entry for each row.
+      metrics: The variables of metrics if the outputs are logs; None if the
+        outputs have an entry for each row.
+
+    Returns:
+      The outputs: the logs of the global batch, or padded to one shape; and
+      the new values of the groups of variables.
     """
     leaves, structure = jax.tree.flatten(data)
     rows = [(count,) * len(leaves) for count in counts]
@@ -185,14 +170,12 @@ def call_step(
     values, _, means = replica_merge.merge_state(
         step, flat, before, folded, called, notes, means
     )
+    state, outputs = _group(values, variables), called.outputs
     structure, results = notes[0].structure
-    return RaggedCall(
-        outputs=called.outputs,
-        structure=structure,
-        results=results,
-        state=_group(values, variables),
-        means=means,
-    )
+    if metrics is not None:
+        pairs = list(zip(metrics, state[-1], strict=True))
+        outputs = step_logs.read_logs(outputs, means, results, pairs)
+    return jax.tree.unflatten(structure, outputs), state
 
 
 def _check_gradients(
@@ -235,8 +218,7 @@ class _OneReplica:
       facts: The `facts` of the context that `_merging_step` returned.
       rows: For each replica, the number of rows of each array of the batch.
       variables: The groups of variables.
-      metrics: The variables of metrics if the outputs are numbers to average;
-        else None.
+      metrics: See `call_step`.
       structure: The structure of the batch.
     """
 
@@ -260,6 +242,14 @@ class _OneReplica:
         batch = jax.tree.unflatten(self.structure, [a[0] for a in leaves])
         groups = _group(state, self.variables)
         outputs, groups = self.step_fn(step, groups, batch)
+        if self.metrics is None and not is_by_rows(outputs, count):
+            raise RuntimeError(
+                "A predict step that uses its replica context must return one "
+                "entry for each row. Received: outputs of shapes "
+                f"{jax.tree.map(np.shape, outputs)} for {count} "
+                "rows. Return an entry for each row, or use batch sizes that "
+                "are divisible by the number of replicas."
+            )
         new = [value for group in groups for value in group]
         new = [s if n is None else n for n, s in zip(new, state, strict=True)]
         for variable in self.metrics or ():

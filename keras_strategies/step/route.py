@@ -5,8 +5,6 @@ The first row of this table that fits decides:
 | the step and the batch                             | program               |
 |----------------------------------------------------|-----------------------|
 | a layer stores a state for each row                | global                |
-| it uses accumulated gradients as sums, but was     | none yet: another     |
-| traced with each replica's own                     | trace                 |
 | the replicas cannot share the rows evenly, and with|                       |
 | all of them                                        |                       |
 | - it uses its replica context                      | ragged                |
@@ -32,16 +30,17 @@ from jax.extend.core import JaxprEqn
 from keras_strategies.keras_bridge.step_context import replica_use_error
 from keras_strategies.passes import traces
 from keras_strategies.step.analysis import Analysis, describe_error
-from keras_strategies.step.record import Record, TraceKind
+from keras_strategies.step.record import Record
 
 
 class Form(enum.Enum):
     """The programs of a step."""
 
     EVEN = "even"
-    """Each replica computes the step on the same number of rows."""
+    """Each replica computes the step on the same number of rows. Several
+    batches run one after the other."""
     STACKED = "stacked"
-    """The same for several batches, in a loop."""
+    """The same, but several batches in a loop."""
     GLOBAL = "global"
     """The step is computed once over the rows of the global batch, which XLA
     shards over the devices."""
@@ -56,16 +55,12 @@ class Route:
     Attributes:
       form: The program.
       reason: For a step that must see the global batch: why, as text.
-      is_expected: Whether no warning is given about this reason.
-      is_split: Whether several batches run one after the other, not in a loop.
       logs: Equations of logs to warn about; see `Analysis`.
       error: The error to raise instead of running a program, or None.
     """
 
     form: Form
     reason: str | None = None
-    is_expected: bool = False
-    is_split: bool = False
     logs: Sequence[JaxprEqn] = ()
     error: Exception | None = None
 
@@ -95,9 +90,7 @@ class Circumstances:
     num_replicas: int
 
 
-def decide(
-    record: Record, analysis: Analysis, batch: Circumstances
-) -> Route | TraceKind:
+def decide(record: Record, analysis: Analysis, batch: Circumstances) -> Route:
     """Decides which program runs a batch.
 
     Args:
@@ -106,12 +99,7 @@ def decide(
       analysis: What this trace and others show. Not needed for a batch that the
         replicas cannot share evenly.
       batch: The batch, and what else decides.
-
-    Returns:
-      The route; or the kind of a further trace, for which to decide again.
     """
-    if analysis.needs_sums:
-        return dataclasses.replace(record.kind, sums_later=False)
     uses_replica = bool(record.replica_uses)
     if batch.is_padded and not batch.may_pad:
         return Route(form=Form.RAGGED if uses_replica else Form.GLOBAL)
@@ -125,20 +113,16 @@ def decide(
         return Route(
             form=Form.GLOBAL,
             reason=reason,
-            is_expected=analysis.is_expected,
             error=_refuse_replica(record, reason) if uses_replica else None,
         )
     if batch.is_padded and uses_replica:
         # Padding must not contribute to the collectives that the step calls.
         return Route(form=Form.RAGGED)
-    if batch.steps == 1:
-        return Route(form=Form.EVEN, logs=analysis.logs)
-    is_slow = batch.avoids_loops and traces.has_convolutions(record.jaxpr)
-    return Route(
-        form=Form.EVEN if is_slow else Form.STACKED,
-        is_split=is_slow,
-        logs=analysis.logs,
+    has_loop = batch.steps > 1 and not (
+        batch.avoids_loops and traces.has_convolutions(record.jaxpr)
     )
+    form = Form.STACKED if has_loop else Form.EVEN
+    return Route(form=form, logs=analysis.logs)
 
 
 def _refuse_replica(record: Record, reason: str) -> Exception:

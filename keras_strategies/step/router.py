@@ -80,14 +80,13 @@ class Router:
             num_replicas=self._mesh.num_replicas,
         )
         is_shared = self._returns_rows or not segment.is_padded
-        while True:
-            rows = None if is_shared else segment.rows
-            record = self._tracer.trace(self.kind, batch, rows)
-            found = self._analyze(record, batch) if is_shared else Analysis()
-            route = decide(record, found, circumstances)
-            if isinstance(route, Route):
-                break
-            self.kind = route
+        rows = None if is_shared else segment.rows
+        record = self._tracer.trace(self.kind, batch, rows)
+        if is_shared and self._uses_sums(record):
+            self.kind = TraceKind()
+            record = self._tracer.trace(self.kind, batch)
+        found = self._analyze(record, batch) if is_shared else Analysis()
+        route = decide(record, found, circumstances)
         if route.error is not None:
             raise route.error
         if record.traced is not None:
@@ -100,23 +99,25 @@ class Router:
             analysis.warn_of_log(equation)
         return route
 
+    def _uses_sums(self, record: Record) -> bool:
+        """Returns whether each replica's own accumulators are used as sums."""
+        return (
+            record.error is None
+            and record.kind.sums_later
+            and are_used_as_sums(record.jaxpr, *self.summands)
+        )
+
     def _analyze(self, record: Record, batch: Batch) -> Analysis:
         """Returns what the traces of the step show about its rows."""
         if record.error is not None or self._mesh.num_replicas == 1:
             return Analysis()
         if self._analyzed[0] is not record:
-            self._analyzed = record, self._compare_traces(record, batch)
+            analyze = analysis.analyze
+            if self._returns_rows:
+                analyze = analysis.analyze_outputs
+            retrace = functools.partial(self._tracer.trace_again, record, batch)
+            self._analyzed = record, analyze(record, retrace, self._step)
         return self._analyzed[1]
-
-    def _compare_traces(self, record: Record, batch: Batch) -> Analysis:
-        if record.kind.sums_later and are_used_as_sums(
-            record.jaxpr, *self.summands
-        ):
-            return Analysis(needs_sums=True)
-        retrace = functools.partial(self._tracer.trace_again, record, batch)
-        if self._returns_rows:
-            return analysis.analyze_outputs(record, retrace, self._step)
-        return analysis.analyze(record, retrace, self._step)
 
     def use_global_batch(
         self, route: Route, trace: Callable[[], object]
@@ -137,7 +138,7 @@ class Router:
             trace()
             # Warns before the program donates the state, because filters may
             # turn the warning into an error.
-            if not route.is_expected:
+            if route.reason != analysis.OUTPUT_REASON:
                 analysis.warn_of_global_batch(route.reason or "")
         except BaseException:
             self.global_reason = None

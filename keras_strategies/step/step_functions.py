@@ -13,10 +13,7 @@ import numpy as np
 from keras_strategies._types import Batch, Tree
 from keras_strategies.fit.inputs import feed
 from keras_strategies.keras_bridge import keras_names
-from keras_strategies.keras_bridge.ported_code import (
-    check_step_signature,
-    explaining_errors,
-)
+from keras_strategies.keras_bridge.ported_code import explaining_errors
 from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.names.phases import EVALUATE, INPUT, Phase
 from keras_strategies.spmd.batches import (
@@ -34,9 +31,9 @@ from keras_strategies.step.in_place_step import (
 from keras_strategies.step.model_call import ModelCall
 from keras_strategies.step.predict_program import PredictProgram
 from keras_strategies.step.state.array_groups import (
-    find_holders,
     find_layout,
     find_model_holders,
+    get_arrays,
     refuse_changed,
     regroup,
     wrap_groups,
@@ -138,10 +135,9 @@ class StepFunctionCache:
         """
         last = self._last.pop(kind, None)
         if last is not None:
-            for holder in find_holders(last):
-                self._arrays = model_variables.update_owned(
-                    self._arrays, holder
-                )
+            self._arrays = model_variables.update_owned(
+                self._arrays, get_arrays(last)
+            )
 
     def reset(self) -> None:
         """Discards all step functions, so that they are compiled again."""
@@ -181,7 +177,6 @@ class StepFunctionCache:
         layout: Layout,
     ) -> StepFunction:
         model, mesh, groups = self.model, self.mesh, _GROUPS[kind]
-        check_step_signature(model, kind)
         program = self._make_program(kind, variables, layout)
         donated = () if model.run_eagerly else _DONATED[kind]
         flags = [(v, v.trainable) for v in (*variables[0], *variables[1])]
@@ -367,8 +362,9 @@ def _read_execution(
     """Reads the next execution from a feed, or builds it from batches.
 
     Args:
-      iterator: An iterator of a feed; or, if a method of the model's class
-        calls Keras's `fit` with other data, an iterator of batches.
+      iterator: An iterator of a feed; or, if a patch of `keras.Model.fit` or a
+        method of the model's class calls Keras's `fit` with other data, an
+        iterator of batches.
       mesh: The mesh of the replicas.
       num_steps: The number of batches in an execution.
     """

@@ -3,27 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import keras
 
-from keras_strategies._types import Array, Leaf, Logs
+from keras_strategies._types import Array, Leaf
 from keras_strategies.hooks import merge as merge_lib
 from keras_strategies.hooks.metric_hooks import Result
 from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.passes.row_kinds import marks
-from keras_strategies.spmd.identity import IdentityMap, IdentitySet
-
-
-def find_averaged_logs(step: StepContext, logs: Logs) -> IdentitySet:
-    """Returns the logs to average: those that are not results of metrics."""
-    known = (step.notes.results, step.notes.equal)
-    return IdentitySet(
-        leaf
-        for leaf in jax.tree.leaves(logs)
-        if isinstance(leaf, jax.Array)
-        and not any(leaf in values for values in known)
-    )
+from keras_strategies.spmd.identity import IdentityMap
 
 
 def compute_share(step: StepContext, log: Array) -> Array:
@@ -36,35 +24,6 @@ def compute_share(step: StepContext, log: Array) -> Array:
     if is_integer and not step.notes.replica_uses:
         return marks.mark(log, marks.COUNT)
     return merge_lib.compute_mean_share(marks.mark(log, marks.LOG), step)
-
-
-def merge_logs(
-    step: StepContext,
-    logs: Logs,
-    metrics: list[keras.Variable],
-    states: tuple[list[Any], list[Any]],
-    means: IdentityMap[Any],
-) -> Logs:
-    """Returns the logs of the global batch, with results of merged metrics.
-
-    Args:
-      step: The step that was traced.
-      logs: The logs that the step returned.
-      metrics: The variables of metrics.
-      states: The values of these variables on this replica, and their merged
-        values.
-      means: For each log from `find_averaged_logs`, its mean over the replicas.
-    """
-    local, merged = states
-    new = IdentityMap(zip(metrics, local, strict=True))
-    leaves, structure = jax.tree.flatten(logs)
-    merged_leaves = read_logs(
-        leaves,
-        [means.get(leaf) for leaf in leaves],
-        [find_result(step, leaf, new) for leaf in leaves],
-        list(zip(metrics, merged, strict=True)),
-    )
-    return jax.tree.unflatten(structure, merged_leaves)
 
 
 def find_result(

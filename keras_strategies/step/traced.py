@@ -1,4 +1,4 @@
-"""Traces a function once, and changes the trace before it is computed."""
+"""Traces a function once, changes the trace, and makes loops and programs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,8 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from keras_strategies._types import Batch, Tree
+from keras_strategies.hooks import merge as merge_lib
+from keras_strategies.keras_bridge.step_context import Group
 from keras_strategies.passes import traces
 from keras_strategies.passes.constrained_operations import constrain_operations
 from keras_strategies.passes.loop_storage import rewrite_loops
@@ -15,6 +17,7 @@ from keras_strategies.passes.weight_gradients import rewrite_gradients
 from keras_strategies.spmd.batches import RowShape, constrain_rows, cut_padding
 from keras_strategies.spmd.buffers import choose_buffering, with_combined_sums
 from keras_strategies.spmd.mesh import ReplicaMesh
+from keras_strategies.step.state.layout import Step
 from keras_strategies.tape.expansion import expand_tapes, may_have_tapes
 
 
@@ -114,3 +117,33 @@ def jit_named(
 
     program.__name__ = program.__qualname__ = name
     return jax.jit(program, **options)
+
+
+def scan_steps(body: Step, *, returns_rows: bool) -> Step:
+    """Turns the step of one batch into a loop over stacked batches.
+
+    Args:
+      body: The step.
+      returns_rows: Whether the loop returns the results of all steps, not only
+        those of the last one.
+    """
+
+    def many(written: Group, read: Group, data: Batch) -> tuple[Any, ...]:
+        are_changed: list[list[bool]] = []
+
+        def one(carry: tuple[Any, Any], batch: Batch) -> tuple[Any, Any]:
+            results, written, changed = body(*carry, batch)
+            are_changed[:] = [[v is not None for v in g] for g in changed]
+            read = map(merge_lib.apply_changes, carry[1], changed)
+            return (written, list(read)), results
+
+        (written, read), results = jax.lax.scan(one, (written, read), data)
+        changed = [
+            [value if kept else None for value, kept in zip(*pair, strict=True)]
+            for pair in zip(read, are_changed, strict=True)
+        ]
+        if not returns_rows:
+            results = jax.tree.map(lambda a: a[-1], results)
+        return results, written, changed
+
+    return many

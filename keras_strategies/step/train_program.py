@@ -1,24 +1,18 @@
 """The compiled programs of train and test steps."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from keras_strategies._types import Batch, Groups, Logs
-from keras_strategies.hooks import merge as merge_lib
-from keras_strategies.hooks import seeds, summands
-from keras_strategies.keras_bridge.step_context import Group, StepContext
+from keras_strategies._types import Groups
 from keras_strategies.spmd.batches import Segment, unstack_steps
 from keras_strategies.spmd.dispatch import dispatch
-from keras_strategies.spmd.identity import IdentityMap
-from keras_strategies.step import step_logs
 from keras_strategies.step.model_program import ModelProgram
-from keras_strategies.step.ragged_step import RaggedCall
 from keras_strategies.step.record import TraceKind
-from keras_strategies.step.route import Route
-from keras_strategies.step.state.layout import OPTIMIZER, PLAIN, Layout, Step
+from keras_strategies.step.route import Form, Route
+from keras_strategies.step.state.layout import OPTIMIZER, PLAIN, Layout
 
 
 class StepProgram(ModelProgram):
@@ -55,7 +49,7 @@ class StepProgram(ModelProgram):
           state. The program has donated the earlier state, so the caller must
           store the new state immediately.
         """
-        if segment.steps == 1 or not self.find_route(segment).is_split:
+        if segment.steps == 1 or self.find_route(segment).form is not Form.EVEN:
             yield self._run(state, segment)
             return
         batches = dispatch(
@@ -95,67 +89,3 @@ class StepProgram(ModelProgram):
         has_sums = bool(self._layout.local_sums)
         is_used = self._is_packed and has_sums == self._router.kind.sums_later
         return self._layout if is_used else PLAIN
-
-    def _merge_replicas(
-        self, step: StepContext, written: Group, read: Group, data: Batch
-    ) -> tuple[Any, ...]:
-        old = self._order_groups(written, read)
-        folded = [
-            seeds.fold_seeds(variables, values, step)
-            for variables, values in zip(self._variables, old, strict=True)
-        ]
-        if step.facts.sums_later:
-            summands.begin(step, self._layout.local_sums, folded[OPTIMIZER])
-        metrics = self._variables[-1]
-        step.notes.before = IdentityMap(zip(metrics, folded[-1], strict=True))
-        logs, new = self._on_rows(step, folded, data)
-        # If the step resets a metric, the metric's change is measured from its
-        # value after the last reset.
-        folded[-1] = [step.notes.before[v] for v in metrics]
-        starts = [*old[:-1], folded[-1]]
-        groups = [
-            merge_lib.plan_group(step, *group, are_metrics=group[0] is metrics)
-            for group in zip(self._variables, starts, folded, new, strict=True)
-        ]
-        averaged = list(step_logs.find_averaged_logs(step, logs))
-        shares = [step_logs.compute_share(step, log) for log in averaged]
-        merged, sums = merge_lib.combine(step, groups, shares)
-        means = IdentityMap(zip(averaged, sums, strict=True))
-        logs = step_logs.merge_logs(
-            step, logs, metrics, (new[-1], merged[-1]), means
-        )
-        return logs, *self._select_changes(old, merged)
-
-    def _on_rows(
-        self, step: StepContext, state: Sequence[Group], data: Batch
-    ) -> tuple[Any, Any]:
-        step = step.with_facts(loss_tracker=self._model_call.loss_tracker)
-        return self._model_call.on_replica(step, state, data)
-
-    def _ragged_results(self, called: RaggedCall) -> Logs:
-        metrics = zip(self._variables[-1], called.state[-1], strict=True)
-        logs = step_logs.read_logs(
-            called.outputs, called.means, called.results, list(metrics)
-        )
-        return jax.tree.unflatten(called.structure, logs)
-
-    def _scan_steps(self, body: Step) -> Step:
-        """Turns a step into a loop over batches that returns the last logs."""
-
-        def many(written: Group, read: Group, data: Batch) -> tuple[Any, ...]:
-            changed_keys: list[list[str]] = []
-
-            def one(carry: tuple[Any, Any], batch: Batch) -> tuple[Any, Any]:
-                logs, written, changed = body(carry[0], carry[1], batch)
-                changed_keys[:] = [list(values) for values in changed]
-                read = map(merge_lib.apply_changes, carry[1], changed)
-                return (written, list(read)), logs
-
-            (written, read), logs = jax.lax.scan(one, (written, read), data)
-            changed = [
-                {k: group[int(k)] for k in keys}
-                for group, keys in zip(read, changed_keys, strict=True)
-            ]
-            return jax.tree.map(lambda a: a[-1], logs), written, changed
-
-        return many

@@ -97,13 +97,6 @@ def test_program_of_a_batch(trace, analysis, circumstances, form):
 
 
 @pytest.mark.quick
-def test_convolutions_in_several_batches_on_cpu_run_one_by_one():
-    route = decide(record(convolve), Analysis(), batch(steps=3))
-    assert route.is_split
-    assert not decide(record(convolve), Analysis(), batch()).is_split
-
-
-@pytest.mark.quick
 def test_the_reason_is_that_of_the_hook_or_the_analysis_or_the_error():
     assert decide(record(), REASON, EVEN).reason == "it mixes rows"
     failed = dataclasses.replace(FAILED, reason="a hook's reason")
@@ -129,9 +122,3 @@ def test_a_step_that_needs_a_replica_and_the_global_batch_is_refused():
     error = decide(failed, Analysis(), EVEN).error
     assert error is failed.error
     assert "replica_id_in_sync_group" in error.__notes__[0]
-
-
-@pytest.mark.quick
-def test_accumulators_used_as_sums_need_another_trace():
-    kind = decide(record(), Analysis(needs_sums=True), EVEN)
-    assert kind == TraceKind(sums_later=False)

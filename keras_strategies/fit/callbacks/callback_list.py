@@ -40,11 +40,9 @@ class ReportCallback(keras.callbacks.Callback):
 
     def add_logs(self, logs: dict[str, Any]) -> None:
         """Adds values to the logs of a step that other callbacks receive."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Ends the measurement; called when `fit` ends, by an error or not."""
-        raise NotImplementedError
 
 
 def list_callbacks(callbacks: Callbacks) -> list[Any]:

@@ -187,6 +187,7 @@ class _CollectiveBackup(BackupAndRestore):
 
 
 SAVERS = ("save", "save_weights")
+_Save = Callable[..., None]
 
 
 def make_saves_safe(
@@ -209,66 +210,61 @@ def make_saves_safe(
         return
     for name in SAVERS:
         method = getattr(type(model), name)
+        save = functools.partial(method, model)
         if mesh.spreads_shards:
-            save = functools.partial(_save_together, model, name, mesh, adopt)
+            safe = _save_together(save, mesh, adopt)
         elif method is getattr(keras.Model, name):
-            save = functools.partial(_save_whole, model, name)
+            safe = _save_whole(save, name)
         else:
             continue
-        functools.update_wrapper(save, method)
-        object.__setattr__(model, name, save)
+        object.__setattr__(model, name, functools.update_wrapper(safe, method))
 
 
 def _save_together(
-    model: keras.Model,
-    name: str,
-    mesh: ReplicaMesh,
-    adopt: Callable[[], None],
-    /,
-    filepath: str | os.PathLike[str],
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    adopt()
-    save = functools.partial(getattr(type(model), name), model)
-    if mesh.is_chief:
-        save(filepath, *args, **kwargs)
-        return
-    # By saving to a temporary file, this process takes part in the same
-    # collective reads as the chief, in the same order. The file is discarded.
-    with tempfile.TemporaryDirectory() as directory:
-        scratch = pathlib.Path(directory) / pathlib.Path(filepath).name
-        save(scratch, *args, **kwargs)
+    save: _Save, mesh: ReplicaMesh, adopt: Callable[[], None]
+) -> _Save:
+    """Makes a method that saves a model collective."""
+
+    def save_together(filepath: Any, *args: Any, **kwargs: Any) -> None:
+        adopt()
+        if mesh.is_chief:
+            save(filepath, *args, **kwargs)
+            return
+        # By saving to a temporary file, this process takes part in the same
+        # collective reads as the chief, in the same order. The file is
+        # discarded.
+        with tempfile.TemporaryDirectory() as directory:
+            scratch = pathlib.Path(directory) / pathlib.Path(filepath).name
+            save(scratch, *args, **kwargs)
+
+    return save_together
 
 
-def _save_whole(
-    model: keras.Model,
-    name: str,
-    /,
-    filepath: Any,
-    overwrite: bool = True,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """Saves to a scratch file, which then replaces the user's.
+def _save_whole(save: _Save, name: str) -> _Save:
+    """Makes a method save to a scratch file, which then replaces the user's.
 
     So a file that several processes save at the same time is complete.
     """
-    save = functools.partial(getattr(type(model), name), model)
-    path = pathlib.Path(os.path.realpath(filepath))
-    endings = (".keras", ".h5") if name == "save" else (".weights.h5",)
-    ending = next((x for x in endings if path.name.endswith(x)), None)
-    is_writable = os.access(path.parent, os.W_OK | os.X_OK) and (
-        not path.exists() or (overwrite and os.access(path, os.W_OK))
-    )
-    if ending is None or args or kwargs or not is_writable:
-        save(filepath, overwrite, *args, **kwargs)
-        return
-    scratch = path.with_name(f".{uuid.uuid4().hex}{ending}")
-    try:
-        save(scratch)
-        if path.exists():
-            shutil.copymode(path, scratch)
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
+
+    def save_whole(
+        filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        path = pathlib.Path(os.path.realpath(filepath))
+        endings = (".keras", ".h5") if name == "save" else (".weights.h5",)
+        ending = next((x for x in endings if path.name.endswith(x)), None)
+        is_writable = os.access(path.parent, os.W_OK | os.X_OK) and (
+            not path.exists() or (overwrite and os.access(path, os.W_OK))
+        )
+        if ending is None or args or kwargs or not is_writable:
+            save(filepath, overwrite, *args, **kwargs)
+            return
+        scratch = path.with_name(f".{uuid.uuid4().hex}{ending}")
+        try:
+            save(scratch)
+            if path.exists():
+                shutil.copymode(path, scratch)
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    return save_whole

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_strategies._types import Array, Logs
+from keras_strategies._types import Logs
 from keras_strategies.cluster.exchange.message_forms import (
     Either,
     has_form,
@@ -137,10 +137,6 @@ class FitState:
     def groups(self) -> dict[str, list[keras.Variable]]:
         """Returns all variables, grouped by their purpose."""
         return group_variables(self.model, self.variables)
-
-    def sync(self) -> None:
-        """Writes the values that the steps computed into the variables."""
-        self.model.jax_state_sync()
 
     def state(self, *, is_epoch_over: bool) -> State:
         """Returns everything to save except the variables. Collective.
@@ -320,9 +316,6 @@ def fetch_logs(logs: Logs | None) -> dict[str, Any] | None:
     """Fetches logs from the devices, and converts them to Python values."""
     if logs is None:
         return None
-
-    def number(value: Array) -> object:
-        array = np.asarray(value)
-        return array.item() if array.ndim == 0 else array.tolist()
-
-    return keras.tree.map_structure(number, dict(logs))
+    return keras.tree.map_structure(
+        lambda v: np.asarray(v).tolist(), dict(logs)
+    )

@@ -36,15 +36,12 @@ class CheckpointCallback(keras.callbacks.Callback):
         The callback may restore the state of another fit into the model and
         into `loop`, which is the state of this fit.
         """
-        raise NotImplementedError
 
     def after_batch(self, loop: FitState) -> None:
         """Saves if a save is due, at the end of an execution. Collective."""
-        raise NotImplementedError
 
     def after_epoch(self, loop: FitState, logs: dict[str, Any]) -> None:
         """Saves if a save is due, after an epoch's validation. Collective."""
-        raise NotImplementedError
 
     def close(self, *, is_done: bool) -> None:
         """Cleans up when `fit` ends.
@@ -52,7 +49,6 @@ class CheckpointCallback(keras.callbacks.Callback):
         Args:
           is_done: Whether the training finished; False if an error ended it.
         """
-        raise NotImplementedError
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Raises RuntimeError for a fit that this callback cannot save."""
@@ -72,31 +68,24 @@ class CheckpointingCallbackList(QuietCallbackList):
 
     Args:
       loop: The state of the fit.
-      checkpointer: The checkpoint callback, one of `callbacks`.
-      callbacks: The callbacks of fit.
-      verbose: The `verbose` of fit.
-      **params: The callbacks' `params`.
+      checkpointer: The checkpoint callback, one of those of fit.
+      call: The `Call` of fit.
     """
 
     def __init__(
-        self,
-        loop: FitState,
-        checkpointer: CheckpointCallback,
-        callbacks: Callbacks,
-        *,
-        verbose: object,
-        **params: Any,
+        self, loop: FitState, checkpointer: CheckpointCallback, call: Any
     ) -> None:
         self._loop = loop
         self._checkpointer = checkpointer
         self._is_first = True
         self._values = [(v, v.value) for v in loop.variables]
         super().__init__(
-            callbacks,
-            verbose=verbose,
+            call["callbacks"],
+            verbose=call["verbose"],
             add_history=True,
             model=loop.model,
-            **params,
+            epochs=call["epochs"],
+            steps=loop.steps_per_epoch,
         )
         loop.callbacks = [c for c in self.callbacks if c is not checkpointer]
         loop.settle = self._flush_futures
@@ -194,14 +183,7 @@ def run_resumable_fit(
     is_done = False
     try:
         checkpointer.begin(loop)
-        callbacks = CheckpointingCallbackList(
-            loop,
-            checkpointer,
-            call["callbacks"],
-            verbose=call["verbose"],
-            epochs=call["epochs"],
-            steps=loop.steps_per_epoch,
-        )
+        callbacks = CheckpointingCallbackList(loop, checkpointer, call)
         call.set(initial_epoch=loop.first_epoch, callbacks=callbacks)
         history = call.run()
         is_done = True

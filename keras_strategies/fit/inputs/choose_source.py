@@ -38,8 +38,8 @@ from keras_strategies.fit.inputs.agree_source import (
     build_on_all_processes,
 )
 from keras_strategies.fit.inputs.keras_sources import (
-    AdapterSource,
     ArraySource,
+    GeneratorSource,
     PyDatasetSource,
 )
 from keras_strategies.gpu.topology_devices import hide_gpus
@@ -200,15 +200,11 @@ def _choose_source(mesh: ReplicaMesh, seed: int, *, data: LoopData) -> Source:
         adapter = get_data_adapter(**vars(data))
     if type(adapter) is ArrayDataAdapter:
         return ArraySource(adapter)
+    has_checksums = mesh.num_processes > 1
     if isinstance(adapter, PyDatasetAdapter):
-        return PyDatasetSource(adapter, has_checksums=mesh.num_processes > 1)
+        return PyDatasetSource(adapter, has_checksums=has_checksums)
     if isinstance(adapter, GeneratorDataAdapter):
-        return AdapterSource(
-            adapter,
-            kind="a generator",
-            has_checksums=mesh.num_processes > 1,
-            is_copied=True,
-        )
+        return GeneratorSource(adapter, has_checksums=has_checksums)
     source = _make_without_adapter(mesh, seed, data)
     if source.is_infinite and not data.steps_per_epoch:
         raise ValueError(

@@ -24,12 +24,7 @@ from keras_strategies.fit.inputs.choose_source import (
     LoopData,
     make_loop_source,
 )
-from keras_strategies.fit.inputs.feed_position import (
-    Division,
-    FeedPosition,
-    Place,
-)
-from keras_strategies.fit.inputs.keras_sources import FeedAdapter
+from keras_strategies.fit.inputs.feed_position import Division, Place
 from keras_strategies.spmd.batches import (
     Execution,
     HostBatch,
@@ -39,8 +34,10 @@ from keras_strategies.spmd.batches import (
 from keras_strategies.spmd.mesh import ReplicaMesh
 
 
-class Feed(FeedAdapter):
+class Feed(DataAdapter):
     """A Keras data adapter that yields executions of up to K batches.
+
+    It does not report a shorter last batch.
 
     Args:
       steps: The object that reads the user's data and makes batches for steps.
@@ -73,7 +70,13 @@ class Feed(FeedAdapter):
         )
         if source.order is not None:
             source.order.set_epochs_per_pass(self._division.epochs_of_a_pass)
-        self._at = FeedPosition.begin_at(Place(source.passes.next, 0))
+        # Where the next iterator will begin, the place after the last yielded
+        # execution, and the place where the current epoch of `fit` began.
+        self._next = self._yielded = self._epoch_start = Place(
+            source.passes.next, 0
+        )
+        # Whether an iterator is in the middle of its data.
+        self._is_reading = False
         # A resumed feed yields empty executions (`_done`) for the steps of the
         # epoch that an earlier fit has already computed.
         self._is_resumed = False
@@ -87,7 +90,7 @@ class Feed(FeedAdapter):
         """
         has_rows = False
         self._source.is_peeked = True
-        for batch in self._steps.read_epoch(*self._at.next):
+        for batch in self._steps.read_epoch(*self._next):
             if not has_rows:
                 self._skip_order()
             has_rows = True
@@ -100,9 +103,9 @@ class Feed(FeedAdapter):
         if self._source.order is not None:
             self._source.order.skip()
         elif self._source.has_own_seeds:
-            after = Place(self._at.next.epoch + 1, 0)
+            after = Place(self._next.epoch + 1, 0)
             self._source.passes.reach(after.epoch)
-            self._at = FeedPosition.begin_at(after)
+            self._next = self._yielded = self._epoch_start = after
 
     def get_jax_iterator(
         self, super_batch: object = None
@@ -116,10 +119,9 @@ class Feed(FeedAdapter):
         del super_batch
         # This is a generator, so nothing happens before the first batch is
         # read: Keras also makes iterators from which it never reads.
-        epoch, start = self._at.next
-        self._at = self._at.begin_pass(epoch)
+        epoch, start = self._next
         self._source.is_peeked = False
-        self._source.passes.reach(epoch + 1)
+        self._begin_pass(epoch)
         done, self._done = self._done, []
         yield from done
         # Each iteration of this loop reads one pass. Usually an iterator reads
@@ -133,26 +135,34 @@ class Feed(FeedAdapter):
             )
             try:
                 for execution, stop in executions:
-                    self._at = self._at.advance(epoch, stop)
+                    self._yielded = Place(epoch, stop)
                     if is_last := self._continues_after(stop):
                         # Keras counts batches from where the fit was resumed,
                         # so it does not make an iterator for the next pass.
                         # Therefore this iterator also reads the next pass.
                         epoch, start = epoch + 1, 0
-                        self._at = self._at.stop(Place(epoch, start))
+                        self._next, self._is_reading = Place(epoch, 0), False
                     yield execution
                     if is_last or self.is_pass_over:
                         break
                 else:
                     is_last = False
             finally:
-                self._at = self._at.stop()
+                self._is_reading = False
                 executions.close()
             if not is_last:
                 break
-            self._at = self._at.begin_pass(epoch)
-            self._source.passes.reach(epoch + 1)
-        self._at = self._at.stop().advance(epoch + 1, 0)
+            self._begin_pass(epoch)
+        self._yielded, self._is_reading = Place(epoch + 1, 0), False
+
+    def _begin_pass(self, epoch: int) -> None:
+        """Begins to read a pass; the next iterator begins with the one after.
+
+        Args:
+          epoch: The index of the pass.
+        """
+        self._next, self._is_reading = Place(epoch + 1, 0), True
+        self._source.passes.reach(epoch + 1)
 
     def _continues_after(self, stop: int) -> bool:
         """Returns whether this iterator also reads the next pass.
@@ -173,7 +183,7 @@ class Feed(FeedAdapter):
         Keras does not know a resumed feed's number of batches, so it asks for
         a batch even then.
         """
-        stop = self._at.yielded.step
+        stop = self._yielded.step
         return (
             self._is_resumed
             and not self._division.ends_epoch(stop)
@@ -189,7 +199,7 @@ class Feed(FeedAdapter):
         pass that were yielded. With process-local data, each process has a
         different position.
         """
-        epoch, step = self._at.yielded
+        epoch, step = self._yielded
         count = self._division.num_batches
         if count is not None and step >= count:
             epoch, step = epoch + 1, 0
@@ -202,9 +212,9 @@ class Feed(FeedAdapter):
           place: The place after the last computed execution, or None
             for the place where the next iterator begins.
         """
-        if not (self._at.is_reading and self._steps_per_epoch and place):
+        if not (self._is_reading and self._steps_per_epoch and place):
             # Keras makes an iterator for each epoch.
-            return self.position_at(self._at.next)
+            return self.position_at(self._next)
         if self._division.is_over(place[1]):
             place = (place[0] + 1, 0)
         return self.position_at(place)
@@ -251,7 +261,7 @@ class Feed(FeedAdapter):
         except ValueError:
             self.is_other_kind = True
         start = 0 if self.is_other_kind and not done_steps else position["step"]
-        self._at = self._at.resume(Place(position["epoch"], start))
+        self._next = self._yielded = Place(position["epoch"], start)
         num_begun = position["epoch"] + (start > 0)
         if self._source.order is not None and num_begun:
             # Draw the earlier shuffle orders, so that the random generator is
@@ -299,6 +309,16 @@ class Feed(FeedAdapter):
         return self._source.batch_size
 
     @property
+    def has_partial_batch(self) -> bool | None:
+        """Whether the last batch is shorter: always None, for unknown."""
+        return None
+
+    @property
+    def partial_batch_size(self) -> int | None:
+        """Number of rows in a shorter last batch: always None, for unknown."""
+        return None
+
+    @property
     def sizes(self) -> dict[str, int | None]:
         """The sizes of the data by name, with None for unknown sizes.
 
@@ -312,8 +332,9 @@ class Feed(FeedAdapter):
 
     def on_epoch_begin(self) -> None:
         """Begins an epoch of the source; Keras calls it before each epoch."""
-        self._at = self._at.begin_epoch()
-        self._source.begin_epoch(*self._at.epoch_start)
+        if not self._is_reading:
+            self._epoch_start = self._next
+        self._source.begin_epoch(*self._epoch_start)
 
     def on_epoch_end(self) -> None:
         """Ends an epoch of the source; Keras calls it after each epoch."""

@@ -1,4 +1,4 @@
-"""The position of a feed in its data, and where epochs and passes end.
+"""Places in the data of a feed, and where epochs and passes end.
 
 A pass reads all of the data once. By default, an epoch of `fit` is one pass.
 With `steps_per_epoch`, a pass may last for several epochs.
@@ -18,66 +18,6 @@ class Place(NamedTuple):
 
     epoch: int
     step: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FeedPosition:
-    """The position of a feed in its data. Its methods return new positions.
-
-    Attributes:
-      next: The place where the next iterator will begin.
-      yielded: The place after the last execution that was yielded.
-      epoch_start: The place where the current epoch of `fit` began.
-      is_reading: Whether an iterator is in the middle of its data.
-    """
-
-    next: Place
-    yielded: Place
-    epoch_start: Place
-    is_reading: bool = False
-
-    @classmethod
-    def begin_at(cls, place: Place) -> "FeedPosition":
-        """Returns the position of a feed whose reading begins at `place`."""
-        return cls(next=place, yielded=place, epoch_start=place)
-
-    def begin_pass(self, epoch: int) -> "FeedPosition":
-        """Returns the position after an iterator has begun to read a pass.
-
-        The next iterator will begin with the pass after this one.
-        """
-        after = Place(epoch + 1, 0)
-        return dataclasses.replace(self, next=after, is_reading=True)
-
-    def advance(self, epoch: int, step: int) -> "FeedPosition":
-        """Returns the position after an execution has been yielded."""
-        return dataclasses.replace(self, yielded=Place(epoch, step))
-
-    def stop(self, at: Place | None = None) -> "FeedPosition":
-        """Returns the position after an iterator has ended.
-
-        Args:
-          at: The place where the next iterator will begin; None for the place
-            that was already set.
-        """
-        return dataclasses.replace(self, next=at or self.next, is_reading=False)
-
-    def resume(self, at: Place) -> "FeedPosition":
-        """Returns a position from which the next iterator begins at `at`.
-
-        `at` is where another feed, such as that of an earlier fit, stopped.
-        """
-        return dataclasses.replace(self, next=at, yielded=at)
-
-    def begin_epoch(self) -> "FeedPosition":
-        """Returns the position at the beginning of an epoch of `fit`.
-
-        The epoch begins at `next`, unless an iterator is in the middle of a
-        pass.
-        """
-        if self.is_reading:
-            return self
-        return dataclasses.replace(self, epoch_start=self.next)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

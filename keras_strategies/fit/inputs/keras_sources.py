@@ -37,20 +37,6 @@ from keras_strategies.spmd import host_arrays
 from keras_strategies.spmd.batches import num_rows
 
 
-class FeedAdapter(DataAdapter):
-    """A Keras data adapter that does not report a shorter last batch."""
-
-    @property
-    def has_partial_batch(self) -> bool | None:
-        """Whether the last batch is shorter: always None, for unknown."""
-        return None
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        """Number of rows in a shorter last batch: always None, for unknown."""
-        return None
-
-
 def compute_batch_weights(
     y: Tree, sample_weight: Tree, class_weight: Mapping[int, float] | None
 ) -> Tree:
@@ -157,33 +143,21 @@ class _MappedRows(array_slicing.NumpySliceable):
         return rows
 
 
-class AdapterSource(Source):
-    """A source of the batches from any of Keras's adapters.
+class GeneratorSource(Source):
+    """A source of the batches of a generator.
 
     Args:
-      adapter: The adapter.
-      kind: A name for the kind of data, for messages.
+      adapter: Keras's adapter for the generator.
       has_checksums: See `ks.data.take`.
-      is_copied: Whether to copy batches, because user code may reuse the
-        buffers of a batch that is still needed.
     """
 
-    kind = "batches"
+    kind = "a generator"
 
-    def __init__(
-        self,
-        adapter: DataAdapter,
-        *,
-        kind: str,
-        has_checksums: bool,
-        is_copied: bool,
-    ) -> None:
+    def __init__(self, adapter: DataAdapter, *, has_checksums: bool) -> None:
         self._adapter = adapter
         self._has_checksums = has_checksums
-        self._is_copied = is_copied
-        self.kind = kind  # pyright: ignore[reportAttributeAccessIssue]
         self.num_batches = adapter.num_batches
-        # For a generator this is the size of its first batch.
+        # This is the size of the first batch.
         self.batch_size = adapter.batch_size
 
     def begin_epoch(self, epoch: int, start: int) -> None:
@@ -200,11 +174,12 @@ class AdapterSource(Source):
         for index, batch in enumerate(self._adapter.get_jax_iterator()):
             if index < start:
                 continue
+            # The generator may reuse the buffers of a batch.
             yield take(
                 to_host_batch(batch),
                 cut,
                 has_checksums=self._has_checksums,
-                is_copied=self._is_copied,
+                is_copied=True,
             )
 
 
@@ -271,21 +246,17 @@ class PyDatasetSource(Source):
         # batches in the next pass.
         adapter = PyDatasetAdapter(view, class_weight=self._class_weight)
         try:
-            yield from self._parts(adapter, cut)
+            for batch in adapter.get_jax_iterator():
+                batch = to_host_batch(batch)
+                part, checksum = take(batch, cut, is_copied=True), None
+                if self._has_checksums:
+                    checksum = _compute_target_checksum(batch)
+                yield dataclasses.replace(part, checksum=checksum)
         finally:
             if adapter.enqueuer is not None:
                 # The pass is over, so errors in the workers are ignored.
                 with contextlib.suppress(Exception):
                     adapter.enqueuer.stop()
-
-    def _parts(self, adapter: PyDatasetAdapter, cut: Cut) -> Iterator[Part]:
-        for batch in adapter.get_jax_iterator():
-            batch = to_host_batch(batch)
-            part = take(batch, cut, is_copied=True)
-            checksum = (
-                _compute_target_checksum(batch) if self._has_checksums else None
-            )
-            yield dataclasses.replace(part, checksum=checksum)
 
 
 class _View(keras.utils.PyDataset):

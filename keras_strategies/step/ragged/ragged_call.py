@@ -208,15 +208,14 @@ class _Trace:
 def _cut_traces(traces: list[_Trace]) -> list[Any]:
     """Cuts the variants' programs at their common collectives."""
     last = max(traces, key=lambda trace: len(trace.cut_at_collectives()))
-    first, *others = [trace.meet_as(last) for trace in traces]
-    operands = [trace.cut.operands for trace in traces]
-    is_alike = all(
-        [e.primitive.name for e in other] == [e.primitive.name for e in first]
-        for other in others
-    )
-    if not is_alike or any(shapes != operands[0] for shapes in operands):
+    collectives = [trace.meet_as(last) for trace in traces]
+    kinds = [
+        ([e.primitive.name for e in found], trace.cut.operands)
+        for found, trace in zip(collectives, traces, strict=True)
+    ]
+    if any(kind != kinds[0] for kind in kinds):
         _refuse()
-    return first
+    return collectives[0]
 
 
 class _Stages:
@@ -370,19 +369,13 @@ def _pad(array: Array, to: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _check_alike(traces: list[_Trace]) -> None:
-    kinds = {trace.reached is None for trace in traces}
-    ranks = {
-        tuple(
-            (len(leaf.shape), leaf.dtype)
-            for leaf in (
-                trace.reached.shapes
-                if trace.reached is not None
-                else jax.tree.leaves(trace.shapes[1])
-            )
-        )
-        for trace in traces
-    }
-    if len(kinds) > 1 or len(ranks) > 1:
+    kinds = set()
+    for trace in traces:
+        reached = trace.reached
+        shapes = trace.shapes[1] if reached is None else reached.shapes
+        ranks = [(len(s.shape), s.dtype) for s in jax.tree.leaves(shapes)]
+        kinds.add((reached is None, *ranks))
+    if len(kinds) > 1:
         _refuse()
 
 

@@ -22,23 +22,19 @@ class ArrayGroup(Sequence[Any]):
     Args:
       arrays: The arrays, as the next step takes them.
       layout: The layout that the arrays may have. When an entry of the sequence
-        is first read that may be in another form, the values are computed.
+        is first read that may be in another form, they are converted to Keras's
+        layout.
       number: The index of the group in the state.
 
     Attributes:
       arrays: The arrays, as the next step takes them.
-      values: The values at the places where the arrays are in another form, and
-        None elsewhere. Empty if there are no such places, or if the values were
-        not read.
     """
 
     def __init__(
         self, arrays: Sequence[Any], layout: Layout = PLAIN, number: int = 0
     ) -> None:
         self.arrays = arrays
-        self.values: list[Any] = []
         self._layout, self._number = layout, number
-        self._is_read = False
 
     def __len__(self) -> int:
         return len(self.arrays)
@@ -47,13 +43,10 @@ class ArrayGroup(Sequence[Any]):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         place = range(len(self))[index]
-        is_other = self._layout.differs(self._number, place)
-        if is_other and not self._is_read:
-            read = self._layout.read(self._number, list(self.arrays))
-            self.arrays, self.values = read
-            self._is_read = True
-        value = self.values[place] if self.values else None
-        return self.arrays[place] if value is None else value
+        if self._layout.differs(self._number, place):
+            self.arrays = self._layout.read(self._number, list(self.arrays))
+            self._layout = PLAIN
+        return self.arrays[place]
 
 
 def find_layout(
@@ -121,24 +114,23 @@ def refuse_changed(variable: keras.Variable) -> NoReturn:
     )
 
 
-def find_holders(groups: Sequence[Any]) -> list[list[Any]]:
+def get_arrays(groups: Sequence[Any]) -> list[Any]:
     """Returns the lists that hold the arrays of a state.
 
     Args:
       groups: The groups of the state: `ArrayGroup`s or lists.
     """
-    arrays = [getattr(group, "arrays", group) for group in groups]
-    return [arrays, [getattr(group, "values", []) for group in groups]]
+    return [getattr(group, "arrays", group) for group in groups]
 
 
 def find_model_holders(
     model: keras.Model, groups: tuple[str, ...], last: Sequence[Any] | None
 ) -> list[Any]:
     """Returns lists that may hold the arrays of a model's states."""
-    holders = [] if last is None else find_holders(last)
+    holders = [] if last is None else [get_arrays(last)]
     keras_state = getattr(model, "_jax_state", None)
     if keras_state and all(name in keras_state for name in groups):
         keras_values = [keras_state[name] for name in groups]
         if last is None or keras_values[0] is not last[0]:
-            holders += find_holders(keras_values)
+            holders.append(get_arrays(keras_values))
     return holders

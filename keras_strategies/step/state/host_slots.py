@@ -27,15 +27,12 @@ _WINDOW = 4
 optimizer like Adam."""
 
 
-def keep_slots_on_host(
-    step: Callable[..., Any], index: int = 1
-) -> Callable[..., Any]:
+def keep_slots_on_host(step: Callable[..., Any]) -> Callable[..., Any]:
     """Lets a step take and return slots in the memory of the host.
 
     Args:
-      step: A function whose result at `index` begins with the new values of its
+      step: A function whose second result begins with the new values of its
         first argument. It computes in the memory of the devices.
-      index: See `step`.
     """
 
     def call(*args: Tree) -> Any:
@@ -44,7 +41,7 @@ def keep_slots_on_host(
             return step(*args)
         shapes = jax.tree.unflatten(structure, map(get_shape, leaves))
         traced, results = jax.make_jaxpr(step, return_shape=True)(*shapes)
-        before = len(jax.tree.leaves(results[:index]))
+        before = len(jax.tree.leaves(results[:1]))
         state = [is_in_host_memory(x) for x in jax.tree.leaves(args[0])]
         kept = [False] * len(traced.jaxpr.outvars)
         kept[before : before + len(state)] = state

@@ -19,7 +19,8 @@ class Layout:
 
     This class is Keras's own layout: an array for each variable. Programs over
     the global batch and variables have it always. A subclass is another layout
-    for mapped programs: with `convert`, to it and back.
+    for mapped programs of train steps, which write all groups: with `convert`,
+    to it and back.
 
     Attributes:
       local_sums: The places, in the optimizer's group, of accumulated gradients
@@ -45,19 +46,15 @@ class Layout:
         del number, place
         return False
 
-    def read(self, number: int, arrays: list[Any]) -> tuple[Group, Group]:
-        """Reads the values of a group's variables.
+    def read(self, number: int, arrays: Group) -> Group:
+        """Returns the arrays of a group in Keras's layout.
 
         Args:
           number: The index of the group.
-          arrays: The group's arrays, in either layout.
-
-        Returns:
-          The arrays, as the next step takes them; and the values at the places
-          where the arrays are in another form, None elsewhere.
+          arrays: The group's arrays, in either layout; changed in place.
         """
         del number
-        return arrays, []
+        return arrays
 
     def find_shardings(
         self, shardings: list[list[Any]]
@@ -65,24 +62,16 @@ class Layout:
         """Returns the shardings of a state with this layout, from Keras's."""
         return shardings
 
-    def find_specs(self, written: Sequence[int]) -> Any:
-        """Returns the specs of the written groups in a mapped program."""
-        del written
+    def find_specs(self) -> Any:
+        """Returns the specs of the state in a mapped program."""
         return replicated_spec()
 
-    def wrap_step(self, step: Step, written: Sequence[int]) -> Step:
-        """Makes a step take and return a state with this layout.
-
-        Args:
-          step: The step, for a state with Keras's layout.
-          written: The indices of the written groups.
-        """
-        del written
+    def wrap_step(self, step: Step) -> Step:
+        """Makes a step for Keras's layout take and return this one."""
         return step
 
-    def wrap_loop(self, body: Step, written: Sequence[int]) -> Step:
+    def wrap_loop(self, body: Step) -> Step:
         """Does what `wrap_step` does, for a step or a loop over steps."""
-        del written
         return body
 
 

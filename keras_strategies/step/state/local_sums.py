@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from keras_strategies._types import Groups
 from keras_strategies.hooks.summands import (
@@ -60,32 +60,30 @@ class LocalSums(Layout):
         targets = IdentitySet(accumulators)
         self.local_sums = [i for i, v in enumerate(variables) if v in targets]
         self.accumulators = [variables[i] for i in self.local_sums]
-        split, whole = split_spec(mesh), replicated_spec()
-        self._stack = self._jit(self.stack_accumulators, whole, split)
-        self._sum = self._jit(self.sum_accumulators, split, whole)
+        self._stack = self._jit(self.stack_accumulators, is_stacked=True)
+        self._sum = self._jit(self.sum_accumulators, is_stacked=False)
 
-    def _jit(
-        self, fn: Callable[..., Any], before: PartitionSpec, to: PartitionSpec
-    ) -> Any:
+    def _jit(self, fn: Callable[..., Any], *, is_stacked: bool) -> Any:
         """Maps a function of accumulators over the replicas, and compiles it.
 
         Args:
           fn: The function.
-          before: The spec of the accumulators that it takes.
-          to: The spec of those that it returns.
+          is_stacked: Whether it returns stacked accumulators, not their sums.
         """
+        whole, split = replicated_spec(), split_spec(self._mesh)
+        before, to = (whole, split) if is_stacked else (split, whole)
         mapped = replica_map(
-            fn,
-            self._mesh,
-            in_specs=(before,),
-            out_specs=(replicated_spec(), to),
+            fn, self._mesh, in_specs=(before,), out_specs=(whole, to)
         )
 
         def program(arrays: list[Any]) -> tuple[Any, list[Any]]:
             done, results = mapped(to_device(arrays, self.accumulators))
             return done, to_host(results, self.accumulators)
 
-        return jax.jit(program)
+        shardings = [
+            self._find_sharding(v, is_stacked) for v in self.accumulators
+        ]
+        return jax.jit(program, out_shardings=(None, shardings))
 
     def stack_accumulators(self, sums: list[Any]) -> tuple[Any, list[Any]]:
         """Returns a replica's summands; to be mapped. See `dispatch`."""
@@ -108,10 +106,10 @@ class LocalSums(Layout):
         arrays = [group[i] for i in self.local_sums]
         if self._are_stacked(arrays) == is_packed:
             return
+        program = self._stack if is_packed else self._sum
         if isinstance(arrays[0], jax.ShapeDtypeStruct):
-            arrays = self._convert_shapes(arrays, is_packed)
+            _, arrays = program.eval_shape(arrays)
         else:
-            program = self._stack if is_packed else self._sum
             _, arrays = dispatch(self._mesh, program, arrays)
         for i, array in zip(self.local_sums, arrays, strict=True):
             group[i] = array
@@ -120,31 +118,14 @@ class LocalSums(Layout):
         """Returns whether a place of a group may have an accumulator."""
         return number == OPTIMIZER and place in self.local_sums
 
-    def read(self, number: int, arrays: list[Any]) -> tuple[Group, Group]:
-        """Returns the arrays, and the sums of stacked accumulators.
-
-        Collective, if the accumulators are stacked.
-        """
-        state: Any = [[] for _ in range(number)] + [list(arrays)]
+    def read(self, number: int, arrays: Group) -> Group:
+        """Sums stacked accumulators. Collective, if they are stacked."""
+        state: Any = {number: arrays}
         self.convert(state, is_packed=False)
-        pairs = zip(arrays, state[number], strict=True)
-        return arrays, [None if new is old else new for old, new in pairs]
+        return arrays
 
     def _are_stacked(self, arrays: Sequence[Any]) -> bool:
         return len(arrays[0].shape) > len(self.accumulators[0].shape)
-
-    def _convert_shapes(
-        self, shapes: Sequence[Any], is_stacked: bool
-    ) -> list[Any]:
-        count = (self._mesh.num_replicas,) if is_stacked else ()
-        return [
-            jax.ShapeDtypeStruct(
-                (*count, *v.shape),
-                s.dtype,
-                sharding=self._find_sharding(v, is_stacked),
-            )
-            for s, v in zip(shapes, self.accumulators, strict=True)
-        ]
 
     def _find_sharding(
         self, variable: keras.Variable, is_stacked: bool
@@ -163,41 +144,35 @@ class LocalSums(Layout):
             found[OPTIMIZER][i] = self._find_sharding(variable, is_stacked=True)
         return found
 
-    def wrap_loop(self, body: Step, written: Sequence[int]) -> Step:
+    def wrap_loop(self, body: Step) -> Step:
         """Makes mapped steps take and return stacked arrays."""
-        place = written.index(OPTIMIZER)
 
-        def call(written: Any, read: Any, data: Any) -> tuple[Any, ...]:
-            written = self._change(written, place, to_device)
-            written = self._change(
-                written, place, lambda arrays, _: [a[0] for a in arrays]
-            )
-            results, written, changed = body(written, read, data)
-            written = self._change(
-                written, place, lambda arrays, _: [a[None] for a in arrays]
-            )
-            return results, self._change(written, place, to_host), changed
+        def call(state: Any, *args: Any) -> tuple[Any, ...]:
+            state = self._change(state, to_device)
+            state = self._change(state, lambda sums, _: [a[0] for a in sums])
+            results, new, changed = body(state, *args)
+            new = self._change(new, lambda sums, _: [a[None] for a in sums])
+            return results, self._change(new, to_host), changed
 
         return call
 
     def _change(
-        self, written: Sequence[Group], place: int, fn: Callable[..., list[Any]]
+        self, state: Sequence[Group], fn: Callable[..., list[Any]]
     ) -> list[Group]:
-        groups = list(map(list, written))
-        sums = [groups[place][i] for i in self.local_sums]
+        groups = list(map(list, state))
+        sums = [groups[OPTIMIZER][i] for i in self.local_sums]
         changed = fn(sums, self.accumulators)
         for i, array in zip(self.local_sums, changed, strict=True):
-            groups[place][i] = array
+            groups[OPTIMIZER][i] = array
         return groups
 
-    def find_specs(self, written: Sequence[int]) -> Any:
-        """Returns the specs of the written groups of a mapped program."""
+    def find_specs(self) -> Any:
+        """Returns the specs of the state in a mapped program."""
         whole, split = replicated_spec(), split_spec(self._mesh)
-        stacked = set(self.local_sums)
-        optimizer_specs = [
-            split if i in stacked else whole for i in range(self._size)
-        ]
-        return [optimizer_specs if i == OPTIMIZER else whole for i in written]
+        slots = [whole] * self._size
+        for i in self.local_sums:
+            slots[i] = split
+        return [whole, whole, slots, whole]
 
 
 def find_local_sums(
@@ -213,45 +188,26 @@ def find_local_sums(
       mesh: The mesh of the replicas.
 
     Returns:
-      The accumulators, or None if there are none.
-    """
-    if model.run_eagerly:
-        return None
-    flat = [v for group in variables for v in group]
-    accumulators = _find_accumulators(model.optimizer, flat, mesh)
-    if not accumulators:
-        return None
-    return LocalSums(accumulators, variables[OPTIMIZER], mesh)
-
-
-def _find_accumulators(
-    optimizer: Any, variables: Sequence[keras.Variable], mesh: ReplicaMesh
-) -> list[keras.Variable]:
-    """Finds the accumulators that need to be summed only in updates.
-
-    Args:
-      optimizer: The model's optimizer, or None.
-      variables: All variables of the training step.
-      mesh: The mesh of the replicas.
-
-    Returns:
-      The accumulators. Empty if the optimizer accumulates no gradients, or if
+      The accumulators. None if the optimizer accumulates no gradients, or if
       the numbers could differ: a user-defined optimizer may use the gradients
       of each step, and a weight that is overwritten with its gradient needs the
       largest gradient.
     """
-    inner = unwrap(optimizer)
+    optimizer, inner = model.optimizer, unwrap(model.optimizer)
     accumulators = list_accumulators(inner)
+    flat = [v for group in variables for v in group]
     if (
-        mesh.num_replicas == 1
+        model.run_eagerly
+        or not accumulators
+        or mesh.num_replicas == 1
         or mesh.cores_per_replica > 1
         or not getattr(inner, "gradient_accumulation_steps", None)
         or not all(map(_is_of_keras, (optimizer, inner)))
-        or any(isinstance(get_spec(v, mesh), Sharded) for v in variables)
-        or any(getattr(v, "overwrite_with_gradient", False) for v in variables)
+        or any(isinstance(get_spec(v, mesh), Sharded) for v in flat)
+        or any(getattr(v, "overwrite_with_gradient", False) for v in flat)
     ):
-        return []
-    return accumulators
+        return None
+    return LocalSums(accumulators, variables[OPTIMIZER], mesh)
 
 
 def _is_of_keras(optimizer: object) -> bool:

@@ -85,14 +85,8 @@ class StackedBlocks(Layout):
             arrays = [group[i] for i in column]
             if arrays[1] is None:
                 continue
-            sharding = self._sharding(number, column)
-            if isinstance(arrays[0], jax.ShapeDtypeStruct):
-                shape = (len(column), *arrays[0].shape)
-                dtype = arrays[0].dtype
-                stack = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-            else:
-                stack = self._run(_make_stacker(sharding), *arrays)
-            group[column[0]] = stack
+            stacker = _make_stacker(self._sharding(number, column))
+            group[column[0]] = self._run(stacker, *arrays)
             for i in column[1:]:
                 group[i] = None
 
@@ -100,11 +94,10 @@ class StackedBlocks(Layout):
         """Returns whether a place of a group belongs to a column."""
         return place in self._places.get(number, ())
 
-    def read(self, number: int, arrays: list[Any]) -> tuple[Group, Group]:
-        """Returns the arrays of a group, whose stacks are divided for good."""
-        arrays = list(arrays)
+    def read(self, number: int, arrays: Group) -> Group:
+        """Divides the stacks of a group."""
         self._unstack(number, arrays)
-        return arrays, []
+        return arrays
 
     def _unstack(self, number: int, group: Group) -> None:
         """Divides the stacks of a group, and deletes them; in place."""
@@ -113,17 +106,15 @@ class StackedBlocks(Layout):
             if group[column[1]] is not None:
                 continue
             variable = self._variables[number][column[0]]
-            sharding = get_sharding(variable, self._mesh)
-            if isinstance(stack, jax.ShapeDtypeStruct):
-                shape = stack.update(shape=stack.shape[1:], sharding=sharding)
-                arrays = [shape] * len(column)
-            else:
-                arrays = self._run(_make_unstacker(sharding), stack)
+            unstacker = _make_unstacker(get_sharding(variable, self._mesh))
+            arrays = self._run(unstacker, stack)
             for i, array in zip(column, arrays, strict=True):
                 group[i] = array
 
     def _run(self, program: Any, *arrays: Any) -> Any:
-        """Runs a program, and deletes its arguments."""
+        """Runs a program, and deletes its arguments; only shapes of shapes."""
+        if isinstance(arrays[0], jax.ShapeDtypeStruct):
+            return program.eval_shape(*arrays)[1]
         _, results = dispatch(self._mesh, program, *arrays)
         for array in arrays:
             array.delete()
@@ -141,14 +132,11 @@ class StackedBlocks(Layout):
                     found[number][i] = None
         return found
 
-    def wrap_step(self, step: Step, written: Sequence[int]) -> Step:
+    def wrap_step(self, step: Step) -> Step:
         """Makes a step take and return a state with stacks."""
 
         def call(state: Sequence[Group], *args: Any) -> tuple[Any, ...]:
-            slices = [
-                self._slice_group(i, group)
-                for i, group in zip(written, state, strict=True)
-            ]
+            slices = [self._slice_group(i, g) for i, g in enumerate(state)]
             inputs, structure = jax.tree.flatten((slices, *args))
             structures: list[Any] = []
 
@@ -164,18 +152,14 @@ class StackedBlocks(Layout):
             results, new, *others = jax.tree.unflatten(
                 result_structure, outputs
             )
-            self.is_kept = self._has_stacks(new[written.index(WEIGHTS)])
-            stacks = [
-                self._stack_slices(i, group)
-                for i, group in zip(written, new, strict=True)
-            ]
+            self.is_kept = any(
+                _find_stack([new[WEIGHTS][i] for i in column])
+                for column in self._columns[WEIGHTS]
+            )
+            stacks = [self._stack_slices(i, g) for i, g in enumerate(new)]
             return jax.tree.map(_get_value, (results, stacks, *others))
 
         return call
-
-    def _has_stacks(self, weights: Group) -> bool:
-        columns = self._columns[WEIGHTS]
-        return any(_find_stack([weights[i] for i in c]) for c in columns)
 
     def _slice_group(self, number: int, group: Group) -> Group:
         group = list(group)
