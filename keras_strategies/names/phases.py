@@ -5,7 +5,6 @@ recorder listens (`ks.callbacks.RunReport`).
 """
 
 import contextlib
-import re
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -31,9 +30,6 @@ earlier one is awaited."""
 
 CALLBACKS = "callbacks"
 """Callbacks run in the thread of the training loop."""
-
-_STEPS = re.compile(r"(?P<first>\d{1,9})(:(?P<last>\d{1,9}))?", re.ASCII)
-_MAX_STEPS = 1000
 
 
 class Recorder(Protocol):
@@ -86,27 +82,3 @@ class Phase:
     def __exit__(self, *error: object) -> None:
         for recorder in self._recorders:
             recorder.end(self._name, self.result)
-
-
-def parse_steps(steps: object, name: str) -> tuple[int, int] | None:
-    """Returns the first and the last step of a text such as "10:13".
-
-    Args:
-      steps: The text: a step, or two with a colon between them. None for None.
-      name: The name of the argument or variable, for errors.
-
-    Raises:
-      ValueError: if the text is not valid.
-    """
-    if steps is None:
-        return None
-    match = _STEPS.fullmatch(steps) if isinstance(steps, str) else None
-    if match is not None:
-        first, last = int(match["first"]), int(match["last"] or match["first"])
-        if 0 < first <= last < first + _MAX_STEPS:
-            return first, last
-    raise ValueError(
-        f"{name} must be the first and the last step to trace, counted from 1 "
-        f"at the start of the fit, at most {_MAX_STEPS:,} steps. Received: "
-        f"{steps!r:.100}. Pass, for example, '10:13'."
-    )

@@ -20,9 +20,8 @@ from keras_strategies.fit.callbacks.callback_list import (
 from keras_strategies.fit.callbacks.resumable_fit import (
     find_fit_state,
 )
-from keras_strategies.fit.step_profiler import profile_steps
 from keras_strategies.keras_bridge.model_flops import embeds_tokens
-from keras_strategies.names.phases import parse_steps, recording
+from keras_strategies.names.phases import recording
 from keras_strategies.reporting import document as files
 from keras_strategies.reporting.advice import write_advice
 from keras_strategies.reporting.figures import (
@@ -73,14 +72,9 @@ class RunReport(ReportCallback):
         for the directory of the `ks.callbacks.Checkpoint` of the same fit;
         without one, no file is written.
       verbose: Whether the chief prints the report at the end of `fit`.
-      profile: The steps to trace with JAX's profiler, such as "10:13": the
-        first and the last one, counted from 1 at the start of the fit. Each
-        process writes its trace to a directory `profile` in the directory.
 
     Raises:
       TypeError: if `directory` is not a path.
-      ValueError: if `profile` is not valid, or, in `fit`, if there is no
-        directory for it.
       RuntimeError: in `fit`, if no strategy distributes the model.
       ReportError: in `fit` or `begin`, if `run_report.json` is not a report.
       OSError: in `fit` or `begin`, if the directory cannot be created. If the
@@ -110,12 +104,10 @@ class RunReport(ReportCallback):
         directory: str | os.PathLike[str] | None = None,
         *,
         verbose: bool = True,
-        profile: str | None = None,
     ) -> None:
         super().__init__()
         path = None if directory is None else os.fspath(directory)
         self._directory, self._verbose = path, verbose
-        self._profile = parse_steps(profile, "`profile`")
         self._stack = contextlib.ExitStack()
         self._recorder: StepRecorder | None = None
         # Reading `self.model` during a step makes Keras write the step's
@@ -180,9 +172,6 @@ class RunReport(ReportCallback):
         runner = watchdog.get_runner()
         if runner is not None:
             runner.measure_steps = recorder.measure_local
-        per = 1 if model is None else model.steps_per_execution
-        traces = directory and os.path.join(directory, "profile")
-        self._stack.enter_context(profile_steps(self._profile, traces, per))
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Determines, in the first epoch, the step that the fit starts at."""

@@ -12,10 +12,10 @@ from keras_strategies.reporting import document, figures
 from tests.docs.example_names import common_names
 
 TEXT = (pathlib.Path(__file__).parents[2] / "docs/performance.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
+FIT, TRACE, LOOP = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["fit", "trace", "loop"])
+@pytest.mark.parametrize("block", [FIT, LOOP], ids=["fit", "loop"])
 def test_the_code_runs(block, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = common_names()
@@ -24,6 +24,17 @@ def test_the_code_runs(block, tmp_path, monkeypatch, capsys):
     assert "time of a step" in capsys.readouterr().out
     directory = "run" if "fit" in block else "loop"
     assert (tmp_path / directory / "run_report.json").exists()
+
+
+def test_steps_are_traced(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = common_names()
+    exec(TRACE, names)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.ones((15, 1))
+    model.fit(x, x, batch_size=1, verbose=0, callbacks=[names["Trace"]()])
+    assert list(tmp_path.glob("run/profile/**/*.trace.json.gz"))
 
 
 def test_rows_of_the_table_are_described():

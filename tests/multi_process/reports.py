@@ -32,7 +32,7 @@ def slow_input(directory):
                 time.sleep(SLOW_S)
             yield x, y
 
-    report = ks.callbacks.RunReport(directory, profile="20:22")
+    report = ks.callbacks.RunReport(directory)
     return _fit(report, x=batches())
 
 

@@ -41,8 +41,7 @@ def test_arguments_are_those_that_were_planned(kind):
 def test_a_report_knows_the_chip(tmp_path):
     with ks.MirroredStrategy(jax.devices("gpu")[:1]).scope():
         model = make_model()
-    report = ks.callbacks.RunReport(tmp_path, verbose=False, profile="5:8")
+    report = ks.callbacks.RunReport(tmp_path, verbose=False)
     x, y = jax.numpy.ones((640, 64)), jax.numpy.ones((640, 4))
     model.fit(x, y, batch_size=32, verbose=0, callbacks=[report])
     assert 0 < report.figures["mfu"] < 1
-    assert list(tmp_path.glob("profile/**/*.trace.json.gz"))
