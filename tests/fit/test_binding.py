@@ -583,22 +583,6 @@ def test_class_that_overrides_fit_and_passes_all_on():
     assert_close(state_of(model), trained_plain(2))
 
 
-def test_class_that_overrides_fit_with_arguments_of_its_own():
-    class Own(keras.Sequential):
-        def fit(self, x, y, *, rounds=1):
-            history = None
-            for _ in range(rounds):
-                history = super().fit(
-                    x, y, batch_size=8, shuffle=False, verbose=0
-                )
-            return history
-
-    with mirrored(2).scope():
-        model = compile_(Own(sequential().layers, name="model"))
-    assert rows_seen(lambda model: model.fit(X, Y, rounds=2), model) == 4
-    assert_close(state_of(model), trained_plain(2))
-
-
 def test_built_in_one_scope_and_compiled_in_another():
     first, second = mirrored(2), mirrored(3)
     with first.scope():
