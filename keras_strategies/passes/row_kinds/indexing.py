@@ -113,9 +113,9 @@ def _gathered_rows(call: Call, places: list[int]) -> Kind:
         return at_axis(operand, places[index.axis])
     # If the rows are gathered in a random order, it is expected to differ
     # between replicas.
-    alike = [p for p in places if call.out_shape()[p] == shape[axis]]
-    call.require(index.is_random and bool(alike))
-    return at_axis(operand, alike[0])
+    matching = [p for p in places if call.out_shape()[p] == shape[axis]]
+    call.require(index.is_random and bool(matching))
+    return at_axis(operand, matching[0])
 
 
 def _require_rows_at(call: Call, kind: Kind, dim: int, rows: Kind) -> None:
