@@ -5,13 +5,14 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import keras
+
 from keras_strategies.estimator.seam import (
     check_number,
     check_type,
     shorten,
 )
 
-_METHODS = ("begin", "before_save", "after_save", "end")
 _CALLBACKS = (
     "Hooks into sessions are not supported. docs/estimator.md lists the "
     "callback to use instead of each hook of TensorFlow."
@@ -81,36 +82,30 @@ def check_hooks(hooks: object, name: str = "hooks") -> tuple[Any, ...]:
     Raises:
       TypeError: if a hook is not a Keras callback.
     """
-    checked = _as_tuple(hooks, name)
-    for hook in checked:
-        import keras
-
-        kind, what = keras.callbacks.Callback, "Keras callbacks"
-        check_type(f"`{name}`", hook, kind, what, _CALLBACKS)
-    return checked
+    kind = keras.callbacks.Callback
+    return check_items(name, hooks, kind, "Keras callbacks", _CALLBACKS)
 
 
-def check_listeners(listeners: object) -> tuple[Any, ...]:
-    """Checks saving listeners and returns them as a tuple.
+def check_items(
+    name: str, values: object, kind: type, what: str, fix: str
+) -> tuple[Any, ...]:
+    """Checks the types of an argument's items, and returns them as a tuple.
 
     Args:
-      listeners: Objects with the methods `begin`, `before_save`, `after_save`
-        and `end`, like a `CheckpointSaverListener`; or None.
+      name: The argument's name.
+      values: An iterable of the items, or None.
+      kind: The type of the items.
+      what: The type in words, in the plural.
+      fix: The last sentence of the error message: what the user should do.
 
     Raises:
-      TypeError: if one of these methods is missing from a listener, or if a
-        listener is a class instead of an object.
+      TypeError: if an item has another type.
     """
-    checked = _as_tuple(listeners, "saving_listeners")
-    for listener in checked:
-        methods = [getattr(listener, name, None) for name in _METHODS]
-        if isinstance(listener, type) or not all(map(callable, methods)):
-            raise TypeError(
-                "`saving_listeners` must be objects with the methods "
-                f"{', '.join(_METHODS)}. Received: {shorten(listener)}. Pass "
-                "an instance of a subclass of "
-                "`ks.estimator.CheckpointSaverListener`."
-            )
+    check_type(f"`{name}`", values, Iterable | None, "a list", fix)
+    items: Any = () if values is None else values
+    checked = tuple(items)
+    for item in checked:
+        check_type(f"`{name}`", item, kind, what, fix)
     return checked
 
 
@@ -134,14 +129,3 @@ def find_argument_names(function: Callable[..., Any]) -> tuple[str, ...]:
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind in kinds and name not in set_by_partial
     )
-
-
-def _as_tuple(values: object, name: str) -> tuple[Any, ...]:
-    if values is None:
-        return ()
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise TypeError(
-            f"`{name}` must be a list. Received: {shorten(values)} of type "
-            f"{type(values).__name__}. Pass a list, such as [{name[:-1]}]."
-        )
-    return tuple(values)

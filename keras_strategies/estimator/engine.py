@@ -118,9 +118,7 @@ def make_plain(
       mode: One of `ModeKeys`.
       features: Arrays to convert to symbolic features, or None.
     """
-    symbols = None
-    if features is not None:
-        symbols, _ = inputs.make_symbols((features,))
+    symbols, _ = inputs.make_symbols((features,))
     with _isolate_random_state():
         return _call_model_fn(estimator, mode, symbols, None)
 
@@ -140,7 +138,9 @@ def train(
         return
     initialize = functools.partial(warm_start.apply, estimator._warm_start)
     seed = config.tf_random_seed
-    isolated = _isolate_random_state(seed, moves_on=seed is None)
+    # Without a seed, the next run gets other random numbers.
+    unseeded = contextlib.nullcontext()
+    isolated = unseeded if seed is None else _isolate_random_state(seed)
     with isolated, _allow_data_to_end():
         data = _call_input_fn(estimator, spec, ModeKeys.TRAIN)
         bundle = _make(estimator, ModeKeys.TRAIN, data)
@@ -229,7 +229,7 @@ def evaluate_model(
 def predict(
     estimator: Settings,
     spec: EvalSpec,
-    keys: tuple[str, ...] | None,
+    keys: tuple[str, ...],
     path: str | None,
     *,
     yields_rows: bool,
@@ -338,9 +338,7 @@ def _allow_data_to_end() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _isolate_random_state(
-    seed: int | None = None, *, moves_on: bool = False
-) -> Iterator[None]:
+def _isolate_random_state(seed: int | None = None) -> Iterator[None]:
     """Restores Python's and NumPy's global random states when the block ends.
 
     Initial weights, the seeds for dropout and the shuffle order of rows are
@@ -348,12 +346,7 @@ def _isolate_random_state(
 
     Args:
       seed: The seed to set when the block begins; None to set no seed.
-      moves_on: Whether to do nothing: no seed is set, and the states are not
-        restored, so that the next run gets other random numbers.
     """
-    if moves_on:
-        yield
-        return
     states = random.getstate(), np.random.get_state()
     if seed is not None:
         random.seed(seed)

@@ -14,14 +14,14 @@ from keras_strategies.estimator import (
     engine,
     exporting,
     model_fns,
-    predicting,
     records,
     warm_start,
 )
-from keras_strategies.estimator.arguments import check_positive
+from keras_strategies.estimator.arguments import check_kind, check_positive
 from keras_strategies.estimator.config.run_config import RunConfig
 from keras_strategies.estimator.engine import InputFn, Settings
 from keras_strategies.estimator.estimator_spec import ModeKeys
+from keras_strategies.estimator.exporters import check_serving
 from keras_strategies.estimator.seam import (
     reading,
     shorten,
@@ -76,9 +76,8 @@ class Estimator(Settings):
         yet.
 
     Raises:
-      ValueError: if `model_fn` is missing or has unknown arguments, if
-        `model_dir` differs from `config.model_dir`, or if `config` is not a
-        `RunConfig`.
+      ValueError: if `model_fn` is missing or has unknown arguments, or if
+        `model_dir` differs from `config.model_dir`.
       TypeError: if an argument has the wrong type.
 
     References:
@@ -139,10 +138,9 @@ class Estimator(Settings):
         """
         if steps is not None and max_steps is not None:
             raise ValueError(
-                "Cannot set both steps and max_steps. Received: "
-                f"steps={steps}, max_steps={max_steps}. Pass only `steps` to "
-                "limit the steps of this call, or only `max_steps` to limit "
-                "the total number of steps over all calls."
+                f"Cannot set both steps and max_steps. Received: {steps} and "
+                f"{max_steps}. Pass `steps` to limit the steps of this call, "
+                "or `max_steps` to limit those of all calls together."
             )
         check_positive("steps", steps)
         spec = TrainSpec(input_fn, max_steps, hooks, saving_listeners)
@@ -213,7 +211,9 @@ class Estimator(Settings):
           TypeError: if an argument has the wrong type.
         """
         spec = EvalSpec(input_fn, hooks=hooks)
-        keys = predicting.list_keys(predict_keys)
+        if isinstance(predict_keys, str):
+            predict_keys = [predict_keys]
+        keys = tuple(predict_keys or ())
         if checkpoint_path is not None:
             reading.check(checkpoint_path)
         return engine.predict(
@@ -290,14 +290,12 @@ class Estimator(Settings):
             unknown, or an argument is not supported on JAX.
           ImportError: if `saved_model` is true but TensorFlow is not installed.
         """
+        check_serving(serving_input_receiver_fn, assets_extra, as_text)
         return exporting.export(
             functools.partial(engine.make_plain, self),
             self.model_dir,
             os.fspath(export_dir_base),
             checkpoint_path,
-            serving_input_receiver_fn=serving_input_receiver_fn,
-            assets_extra=assets_extra,
-            as_text=as_text,
             mode=experimental_mode,
             saved_model=saved_model,
         )
@@ -312,26 +310,19 @@ class Estimator(Settings):
         return path
 
 
-def _resolve_config(config: object, model_dir: object) -> RunConfig:
+def _resolve_config(config: Any, model_dir: object) -> RunConfig:
     """Returns a RunConfig whose `model_dir` is set."""
     if config is None:
         config = RunConfig()
-    if not isinstance(config, RunConfig):
-        raise ValueError(
-            "config must be an instance of `RunConfig`. Received: "
-            f"{shorten(config)} of type {type(config).__name__}. Pass "
-            "`config=ks.estimator.RunConfig(...)`."
-        )
+    check_kind("config", config, RunConfig)
     if isinstance(model_dir, os.PathLike):
         model_dir = os.fspath(model_dir)
     if model_dir is not None:
         if config.model_dir is not None and config.model_dir != model_dir:
             raise ValueError(
-                "`model_dir` is set both in the constructor and in "
-                "`RunConfig`, but with different values. Received: "
-                f"{shorten(model_dir)} in the constructor, and "
-                f"{shorten(config.model_dir)} in `RunConfig`. Set it in only "
-                "one of the two."
+                "`model_dir` is set in the constructor and in `RunConfig`, but "
+                f"with different values. Received: {shorten(model_dir)} and "
+                f"{shorten(config.model_dir)}. Set it in only one of the two."
             )
         return config.replace(model_dir=model_dir)
     if config.model_dir is not None:

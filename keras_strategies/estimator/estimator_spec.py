@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import keras
 
 from keras_strategies._types import Tree
 from keras_strategies.estimator.arguments import check_hooks
@@ -11,9 +13,6 @@ from keras_strategies.estimator.seam import (
     check_type,
     shorten,
 )
-
-if TYPE_CHECKING:
-    import keras
 
 
 class ModeKeys:
@@ -48,14 +47,6 @@ _HOOKS = (
     "training_hooks",
     "evaluation_hooks",
     "prediction_hooks",
-)
-_OUTPUTS = (
-    "An exported model returns symbolic `predictions`, or else the outputs of "
-    "`model`. To choose these, create it with `keras.Model(inputs, outputs)`."
-)
-_SCAFFOLD = (
-    "Use `warm_start_from` to set initial values, and `RunConfig` to configure "
-    "checkpoints."
 )
 _COMPILED = ("loss", "train_op", "eval_metric_ops")
 # Results that every evaluation contains in addition to its metrics.
@@ -137,18 +128,20 @@ class EstimatorSpec:
     evaluation_hooks: Iterable[Any] | None = None
     prediction_hooks: Iterable[Any] | None = None
     _: dataclasses.KW_ONLY
-    model: "keras.Model | None" = None
+    model: keras.Model | None = None
 
     def __post_init__(self) -> None:
         check_mode("mode", self.mode)
-        _check_model(self.model)
+        fix = "Put the layers into a `keras.Model`, and pass it as `model=`."
+        kind = keras.Model
+        check_type("`model`", self.model, kind, "a Keras model", fix)
         for name in (*_COMPILED, "predictions"):
             _check_symbolic(name, getattr(self, name))
         _check_compiled(self)
         _check_needed(self)
         _check_metrics(self.eval_metric_ops)
-        check_unsupported("export_outputs", self.export_outputs, _OUTPUTS)
-        check_unsupported("scaffold", self.scaffold, _SCAFFOLD)
+        check_unsupported("export_outputs", self.export_outputs)
+        check_unsupported("scaffold", self.scaffold)
         for name in _HOOKS:
             hooks = check_hooks(getattr(self, name), name)
             object.__setattr__(self, name, hooks)
@@ -161,13 +154,6 @@ def check_mode(name: str, mode: object) -> None:
             f"`{name}` must be one of {MODES}. Received: {shorten(mode)}. Pass "
             "one of `ks.estimator.ModeKeys`."
         )
-
-
-def _check_model(model: object) -> None:
-    import keras
-
-    fix = "Put the layers into a `keras.Model`, and pass it as `model=`."
-    check_type("`model`", model, keras.Model, "a Keras model", fix)
 
 
 def _check_compiled(spec: EstimatorSpec) -> None:
@@ -192,17 +178,14 @@ def _check_needed(spec: EstimatorSpec) -> None:
         has_it = is_compiled and name in _COMPILED
         if getattr(spec, name) is None and not has_it:
             raise ValueError(
-                f"Missing {name}. Received: {name}=None for "
-                f"mode={spec.mode!r}, and a model that does not contain it. "
-                "Pass a Keras loss and optimizer to train, and names or "
-                "functions of the model's outputs to predict."
+                f"Missing {name}, which the mode {spec.mode!r} needs. Pass a "
+                "Keras loss and optimizer to train, and names or functions of "
+                "the model's outputs to predict."
             )
 
 
 def _check_symbolic(name: str, value: Tree) -> None:
     """Raises TypeError for tensors, as TensorFlow's EstimatorSpec has them."""
-    import keras
-
     for part in keras.tree.flatten(value):
         is_symbol = isinstance(part, keras.KerasTensor)
         if is_tensor(part) and not (is_symbol and name == "predictions"):
@@ -210,16 +193,14 @@ def _check_symbolic(name: str, value: Tree) -> None:
                 f"`{name}` must consist of Keras objects, names or functions. "
                 f"Received: {shorten(part)} of type {type(part).__name__}. "
                 "Graph tensors are not supported. Pass what computes the "
-                "value, such as `keras.losses.MeanSquaredError()`, "
-                "`keras.optimizers.Adam()` or a function of the model's "
-                "outputs."
+                "value, such as `keras.losses.MeanSquaredError()`."
             )
 
 
 def _check_metrics(metrics: Mapping[str, Any] | None) -> None:
     fix = "Pass a dict such as {'accuracy': keras.metrics.Accuracy()}."
-    kinds, what = (Mapping, type(None)), "a dict from names to metrics"
-    check_type("`eval_metric_ops`", metrics, kinds, what, fix)
+    what = "a dict from names to metrics"
+    check_type("`eval_metric_ops`", metrics, Mapping | None, what, fix)
     for name in _RESERVED_RESULTS:
         if name in (metrics or {}):
             raise ValueError(

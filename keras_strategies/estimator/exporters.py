@@ -4,7 +4,7 @@ import abc
 import inspect
 import logging
 import os
-import pathlib
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +15,6 @@ from keras_strategies.estimator.config.run_checks import check_unsupported
 
 DEFAULT_EXPORTS_TO_KEEP = 5
 _LOSS = "loss"
-_NUM_DIGITS = 10
 _logger = logging.getLogger(__name__)
 
 
@@ -253,9 +252,7 @@ class BestExporter(_ModelExporter):
             self._model_dir = estimator.model_dir
             step = eval_result.get(records.GLOBAL_STEP)
             self._best = self._find_best(estimator.model_dir, step)
-        if self._best is not None and not self._compare_fn(
-            best_eval_result=self._best, current_eval_result=eval_result
-        ):
+        if not self._is_better(self._best, eval_result):
             return False
         _logger.info("Exporting the best model so far.")
         self._best = eval_result
@@ -269,41 +266,30 @@ class BestExporter(_ModelExporter):
         best = None
         for other_step, metrics in records.read(directory).items():
             result = metrics | {records.GLOBAL_STEP: other_step}
-            if other_step != step and (
-                best is None
-                or self._compare_fn(
-                    best_eval_result=best, current_eval_result=result
-                )
-            ):
+            if other_step != step and self._is_better(best, result):
                 best = result
         return best
+
+    def _is_better(self, best: Any, result: Mapping[str, Any]) -> bool:
+        return best is None or self._compare_fn(
+            best_eval_result=best, current_eval_result=result
+        )
 
 
 def check_serving(
     serving_input_receiver_fn: object, assets_extra: object, as_text: object
 ) -> None:
     """Raises ValueError if unsupported arguments of exports are given."""
-    fix = (
-        "The exported model has the same inputs as the model that `model_fn` "
-        "returns. To preprocess inputs, add layers to the model."
-    )
-    name = "serving_input_receiver_fn"
-    check_unsupported(name, serving_input_receiver_fn, fix)
-    fix = (
-        "The exported `.keras` file is a zip archive that contains the model's "
-        "configuration as JSON."
-    )
-    check_unsupported("as_text", as_text, fix, default=False)
-    fix = "Copy the files into the directory that an export returns."
-    check_unsupported("assets_extra", assets_extra, fix)
+    check_unsupported("serving_input_receiver_fn", serving_input_receiver_fn)
+    check_unsupported("assets_extra", assets_extra)
+    check_unsupported("as_text", as_text, default=False)
 
 
 def _delete_old(export_path: str, exports_to_keep: int | None) -> None:
     """Deletes all exports except the newest ones, and no other directories."""
     if exports_to_keep is None:
         return
-    versions = sorted(list_exports(export_path))
-    for version in versions[: max(len(versions) - exports_to_keep, 0)]:
+    for version in sorted(list_exports(export_path))[:-exports_to_keep]:
         path = os.path.join(export_path, str(version))
         try:
             shutil.rmtree(path)
@@ -316,11 +302,7 @@ def _delete_old(export_path: str, exports_to_keep: int | None) -> None:
 def list_exports(export_path: str) -> list[int]:
     """Returns the times of a directory's exports, in seconds since 1970."""
     try:
-        names = [path.name for path in pathlib.Path(export_path).iterdir()]
+        names = os.listdir(export_path)
     except FileNotFoundError:
         return []
-    return [
-        int(name)
-        for name in names
-        if len(name) == _NUM_DIGITS and name.isascii() and name.isdigit()
-    ]
+    return [int(name) for name in names if re.fullmatch("[0-9]{10}", name)]

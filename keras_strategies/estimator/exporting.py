@@ -16,7 +16,7 @@ import numpy as np
 
 from keras_strategies._types import Array, Tree
 from keras_strategies.estimator.estimator_spec import check_mode
-from keras_strategies.estimator.exporters import check_serving, list_exports
+from keras_strategies.estimator.exporters import list_exports
 from keras_strategies.estimator.model_fns import ModelBundle
 from keras_strategies.estimator.seam import (
     batch_spec,
@@ -42,9 +42,6 @@ def export(
     base: str,
     checkpoint_path: str | None,
     *,
-    serving_input_receiver_fn: object,
-    assets_extra: object,
-    as_text: object,
     mode: str,
     saved_model: bool | None,
 ) -> str:
@@ -56,14 +53,10 @@ def export(
       model_dir: The Estimator's `model_dir`.
       base: The directory for exports.
       checkpoint_path: The checkpoint; None for the newest valid one.
-      serving_input_receiver_fn: Must be None.
-      assets_extra: Must be None.
-      as_text: Must be False.
       mode: One of `ModeKeys`.
       saved_model: Whether to write a SavedModel; None to write one if
         TensorFlow is installed.
     """
-    check_serving(serving_input_receiver_fn, assets_extra, as_text)
     check_mode("experimental_mode", mode)
     if saved_model is None:
         saved_model = importlib.util.find_spec("tensorflow") is not None
@@ -71,7 +64,7 @@ def export(
     if path is None:
         raise ValueError(
             f"Could not find a trained model in {model_dir}. The directory "
-            f"contains no valid checkpoint. Call `train` first."
+            "contains no valid checkpoint. Call `train` first."
         )
     reading.check(path)
     model = _restore_model(make, mode, path, read_features(model_dir))
@@ -159,10 +152,9 @@ def _restore_model(
     if not is_built(model):
         if features is None:
             raise ValueError(
-                "The input shapes of an exported model must be known. "
-                f"Received: the model {model.name!r}, which was never called. "
-                "Create it with `keras.Input` in `model_fn`, or train it "
-                "before you export it."
+                f"The input shapes of the exported model {model.name!r} must "
+                "be known, but it was never called. Create it with "
+                "`keras.Input` in `model_fn`, or train it first."
             )
         model(
             keras.tree.map_structure(
@@ -190,14 +182,7 @@ def _make_zeros(num_rows: int, feature: Array) -> np.ndarray:
 
 def _make_directory(base: str) -> str:
     """Creates a temporary directory for an export, and returns its path."""
-    try:
-        os.makedirs(base, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise NotADirectoryError(
-            "`export_dir_base` must be a directory. Received: "
-            f"{base!r}, which is a file or a path inside a file. Pass another "
-            "path. The directory is created if it does not exist."
-        ) from None
+    os.makedirs(base, exist_ok=True)
     directory = os.path.join(base, f"temp-{secrets.token_hex(8)}")
     # As for ordinary directories, the mode is 755 minus the umask. A directory
     # that `tempfile` creates would have the mode 700.

@@ -68,9 +68,8 @@ class Input:
         """Yields the features batch by batch, as NumPy arrays."""
         if self.is_dataset:
             for batch in _iter_global_batches(self.x):
-                yield keras.utils.unpack_x_y_sample_weight(_as_element(batch))[
-                    0
-                ]
+                x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+                yield x
             return
         num_rows = len(keras.tree.flatten(self.x)[0])
         for start in range(0, num_rows, DEFAULT_BATCH_SIZE):
@@ -111,10 +110,9 @@ def call_input_fn(
         inputs.append(_make_input(data, mode))
         if not inputs[-1].is_dataset or isinstance(inputs[-1].x, Iterator):
             raise ValueError(
-                "An `input_fn` with `input_context` must return a dataset that "
-                f"can be read again, but {shorten(input_fn)} returned arrays "
-                "or an iterator. Return a dataset of per-replica batches, or "
-                "remove the argument `input_context`."
+                "An `input_fn` with `input_context` must return a dataset of "
+                "per-replica batches that can be read again, but returned "
+                "arrays or an iterator. Or remove the argument `input_context`."
             )
         return inputs[-1].x
 
@@ -133,7 +131,7 @@ def make_symbols(example: Tree) -> tuple[Tree, Tree]:
       functional model; features in a dict are named by their keys. Labels are
       `keras.KerasTensor`s, or None.
     """
-    x, y, _ = keras.utils.unpack_x_y_sample_weight(_as_element(example))
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(example)
     return _map_leaves(_make_input_like, x), _map_leaves(_make_tensor_like, y)
 
 
@@ -166,8 +164,9 @@ def _make_input(data: Dataset, mode: str) -> Input:
 
 
 def _from_arrays(data: Tree, mode: str) -> Input:
+    data = keras.tree.map_structure(_convert_pandas, data)
     if not isinstance(data, list | tuple):
-        return Input(x=_convert_pandas(data), example=(data,), is_dataset=False)
+        return Input(x=data, example=(data,), is_dataset=False)
     if len(data) > 3:
         raise ValueError(
             "An `input_fn` must return (features, labels), or (features, "
@@ -183,11 +182,7 @@ def _from_arrays(data: Tree, mode: str) -> Input:
     if mode == ModeKeys.PREDICT:
         y = weight = None
     return Input(
-        x=_convert_pandas(x),
-        y=None if y is None else _convert_pandas(y),
-        sample_weight=weight,
-        example=(x, y),
-        is_dataset=False,
+        x=x, y=y, sample_weight=weight, example=(x, y), is_dataset=False
     )
 
 
@@ -234,19 +229,15 @@ def _is_nest_of_arrays(data: object) -> bool:
     return is_tensor(data) or hasattr(data, "iloc")
 
 
-def _convert_pandas(data: Tree) -> Tree:
-    """Returns the data with pandas objects converted to arrays."""
-    if isinstance(data, Mapping):
-        return {key: _convert_pandas(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return type(data)(map(_convert_pandas, data))
-    return data.to_numpy() if hasattr(data, "iloc") else data
+def _convert_pandas(leaf: Any) -> Any:
+    """Converts an object of pandas to an array."""
+    return leaf.to_numpy() if hasattr(leaf, "iloc") else leaf
 
 
 def _find_example(data: Dataset) -> Tree:
     """Returns a batch of a dataset, or the batch's shapes and dtypes."""
     if isinstance(data, DistributedDataset):
-        return data.element_spec
+        return next(data.source.read(0, 0, all_rows)).data
     spec = getattr(data, "element_spec", None)
     if spec is not None:
         return spec
@@ -268,41 +259,19 @@ def _is_infinite(data: Dataset) -> bool:
     return False
 
 
-def _as_element(batch: Tree) -> Tree:
-    return tuple(batch) if isinstance(batch, list) else batch
-
-
 def _map_leaves(function: Callable[[Any, str | None], Any], nest: Tree) -> Tree:
-    """Replaces each leaf of a nest with `function(leaf, key)`.
+    """Replaces each leaf of a nest, but None, with `function(leaf, key)`.
 
     The key consists of the dict keys and indices of the leaf, joined with "_".
     It is None if the leaf is not in a dict.
     """
-
-    def visit(value: Tree, key: str | None) -> Tree:
-        if value is None:
-            return None
-        if isinstance(value, Mapping):
-            return {
-                k: visit(v, str(k) if key is None else f"{key}_{k}")
-                for k, v in value.items()
-            }
-        if isinstance(value, list | tuple) and not _is_pair(value):
-            names = [key and f"{key}_{index}" for index in range(len(value))]
-            return type(value)(map(visit, value, names))
-        return function(value, key)
-
-    return visit(nest, None)
-
-
-def _is_pair(value: object) -> bool:
-    """Returns whether a value is a (shape, dtype) pair of an `element_spec`."""
-    return (
-        isinstance(value, tuple)
-        and len(value) == 2
-        and isinstance(value[0], tuple)
-        and isinstance(value[1], np.dtype)
-    )
+    leaves = []
+    for path, leaf in keras.tree.flatten_with_path(nest):
+        # Without the indices before the first key of a dict.
+        names = itertools.dropwhile(lambda name: isinstance(name, int), path)
+        key = "_".join(map(str, names)) or None
+        leaves.append(None if leaf is None else function(leaf, key))
+    return keras.tree.pack_sequence_as(nest, leaves)
 
 
 def _compute_shape_and_dtype(
@@ -314,7 +283,7 @@ def _compute_shape_and_dtype(
       ValueError: if the shape is unknown, or the leaf is a scalar.
       TypeError: if the leaf contains strings or objects.
     """
-    shape, dtype = leaf if _is_pair(leaf) else _read_shape_and_dtype(leaf)
+    shape, dtype = _read_shape_and_dtype(leaf)
     if not len(shape):
         raise ValueError(
             "The data must be batches of rows. Received: a scalar"
@@ -326,10 +295,9 @@ def _compute_shape_and_dtype(
     ):
         raise TypeError(
             "Features and labels must be numbers or booleans. Received: "
-            f"strings{_format_key(key)}. Encode the strings as numbers in the "
-            "`input_fn`: apply `keras.utils.FeatureSpace`, "
-            "`keras.layers.StringLookup` or `keras.layers.Hashing` in "
-            "`dataset.map`. If the model does not need them, omit them."
+            f"strings{_format_key(key)}. Omit them, or encode them in the "
+            "`input_fn`, for example with `keras.utils.FeatureSpace` or "
+            "`keras.layers.StringLookup` in `dataset.map`."
         )
     # Keras's `fit` converts floats to floatx, and JAX has no int64 by default.
     name = keras.backend.standardize_dtype(dtype)
@@ -341,8 +309,6 @@ def _compute_shape_and_dtype(
 
 
 def _read_shape_and_dtype(leaf: Array) -> tuple[Any, Any]:
-    if hasattr(leaf, "iloc"):
-        leaf = leaf.to_numpy()
     if not is_tensor(leaf):
         leaf = np.asarray(leaf)
     dtype = getattr(leaf.dtype, "as_numpy_dtype", leaf.dtype)

@@ -110,10 +110,9 @@ def _check_new(model: keras.Model) -> None:
     owner = None if binding is None else binding.owner
     if strategy is not None and owner is not strategy:
         raise ValueError(
-            "model_fn must return a new model in each call. Received: "
-            f"{model.name!r}, which was compiled before the call. Create and "
-            "compile the model in model_fn. To use an existing model, call "
-            "`ks.estimator.model_to_estimator`."
+            "model_fn must create and compile a new model in each call. "
+            f"Received: {model.name!r}, which was compiled before the call. To "
+            "use it, call `ks.estimator.model_to_estimator`."
         )
 
 
@@ -127,24 +126,21 @@ def _check_labels(model: keras.Model, labels: Tree) -> None:
     )
     if labels is None and not has_custom_steps and getattr(model, "loss", None):
         raise ValueError(
-            "The data must contain labels for the loss. The loss is "
-            f"{shorten(model.loss)}, and the data has no labels. Return "
-            "(features, labels) from the `input_fn`. If the features are also "
-            "the labels, return (features, features)."
+            f"The loss {shorten(model.loss)} needs labels, but the data has no "
+            "labels. Return (features, labels) from the `input_fn`, or "
+            "(features, features) if these are also the labels."
         )
 
 
 def _bundle_model(model: keras.Model, mode: str) -> ModelBundle:
     if mode != ModeKeys.PREDICT and not model.compiled:
         raise ValueError(
-            "A model that model_fn returns must be compiled. Received: "
-            f"{model.name!r}, which is not compiled, for mode={mode!r}. Call "
-            "`model.compile(optimizer, loss, metrics)`, or return an "
-            "EstimatorSpec."
+            f"The model {model.name!r} that model_fn returns for mode={mode!r} "
+            "must be compiled. Call `model.compile(optimizer, loss, metrics)`, "
+            "or return an EstimatorSpec."
         )
-    return ModelBundle(
-        model=model, outputs=model, predictions=_make_output_namer(model)
-    )
+    predictions = functools.partial(_name_outputs, model)
+    return ModelBundle(model=model, outputs=model, predictions=predictions)
 
 
 def _bundle_spec(spec: EstimatorSpec, mode: str) -> ModelBundle:
@@ -171,7 +167,7 @@ def _bundle_spec(spec: EstimatorSpec, mode: str) -> ModelBundle:
         ModeKeys.EVAL: spec.evaluation_hooks,
         ModeKeys.PREDICT: spec.prediction_hooks,
     }[mode]
-    outputs, predictions = model, _make_output_namer(model)
+    outputs, predictions = model, functools.partial(_name_outputs, model)
     if mode == ModeKeys.PREDICT:
         outputs, predictions = _choose_predictions(model, spec.predictions)
     return ModelBundle(
@@ -205,9 +201,8 @@ def _check_metrics(spec: EstimatorSpec) -> None:
         raise ValueError(
             "eval_metric_ops need a model with one output. Received: "
             f"{sorted(metrics)} for a model with {len(outputs)} outputs. "
-            "Assign each metric to an output with `model.compile(optimizer, "
-            "loss, metrics={'output': [...]})`, and omit loss, train_op and "
-            "eval_metric_ops in the EstimatorSpec."
+            "Return a model that is compiled with metrics={'output': [...]}, "
+            "and omit loss, train_op and eval_metric_ops."
         )
     kind = keras.metrics.Metric
     objects = [id(m) for m in metrics.values() if isinstance(m, kind)]
@@ -230,9 +225,8 @@ def _choose_predictions(
     if any(symbols):
         raise ValueError(
             "predictions must be either all symbolic tensors, or all names and "
-            "functions, not a mixture. Compute all "
-            "predictions as symbolic tensors, with `keras.ops` on the tensors "
-            "of the model."
+            "functions, not a mixture. Compute all of them as symbolic "
+            "tensors, with `keras.ops` on the tensors of the model."
         )
     entry = functools.partial(_choose_part, model)
     if isinstance(predictions, list | tuple):
@@ -254,16 +248,14 @@ def _choose_part(model: keras.Model, part: Any) -> Callable[[Tree], Tree]:
     return part
 
 
-def _make_output_namer(model: keras.Model) -> Callable[[Tree], Tree]:
-    """Returns a function that converts a list of outputs to a dict."""
-
-    def name_outputs(outputs: Tree) -> Tree:
-        if not isinstance(outputs, list | tuple):
-            return outputs
-        names = _complete_output_names(model, len(outputs))
-        return dict(zip(names, outputs, strict=True))
-
-    return name_outputs
+def _name_outputs(model: keras.Model, outputs: Tree) -> Tree:
+    """Converts a list of a model's outputs to a dict."""
+    if not isinstance(outputs, list | tuple):
+        return outputs
+    names = find_output_names(model)
+    if len(names) != len(outputs):
+        names = [f"output_{index}" for index in range(len(outputs))]
+    return dict(zip(names, outputs, strict=True))
 
 
 def find_output_names(model: keras.Model) -> list[str]:
@@ -275,18 +267,11 @@ def find_output_names(model: keras.Model) -> list[str]:
     return list(getattr(model, "output_names", None) or [])
 
 
-def _complete_output_names(model: keras.Model, count: int) -> list[str]:
-    names = find_output_names(model)
-    if len(names) == count:
-        return names
-    return [f"output_{index}" for index in range(count)]
-
-
 def _pick_output(model: keras.Model, name: str, outputs: Tree) -> Array:
     """Returns the output of the model that has the given name."""
-    named = _make_output_namer(model)(outputs)
-    if not isinstance(named, Mapping):
-        named = {_complete_output_names(model, 1)[0]: named}
+    if not isinstance(outputs, list | tuple | Mapping):
+        outputs = [outputs]
+    named = _name_outputs(model, outputs)
     if name not in named:
         raise ValueError(
             "predictions must be names of the model's outputs. Received: "

@@ -1,25 +1,19 @@
 """Computes predictions and yields them in batches or row by row."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 
 from keras_strategies._types import Array, Tree
-from keras_strategies.estimator.inputs import Input
+from keras_strategies.estimator.inputs import DEFAULT_BATCH_SIZE, Input
 from keras_strategies.estimator.model_fns import ModelBundle
 from keras_strategies.estimator.seam import (
     Strategy,
     is_built,
     shorten,
 )
-
-
-def list_keys(keys: Iterable[str] | str | None) -> tuple[str, ...] | None:
-    """Returns `predict_keys` as a tuple, or None to select all."""
-    names = (keys,) if isinstance(keys, str) else tuple(keys or ())
-    return names or None
 
 
 def iter_batches(
@@ -38,9 +32,8 @@ def iter_batches(
     """
     model = bundle.outputs
     if strategy.mesh.num_processes > 1:
-        arguments = data.make_arguments()
-        arguments = {k: arguments[k] for k in arguments if k in _OF_PREDICT}
-        yield model.predict(**arguments, verbose=0, callbacks=callbacks)
+        size = None if data.is_dataset else DEFAULT_BATCH_SIZE
+        yield model.predict(data.x, size, verbose=0, callbacks=callbacks)
         return
     listeners = keras.callbacks.CallbackList(callbacks, model=model)
     has_begun = False
@@ -62,17 +55,14 @@ def iter_batches(
         listeners.on_predict_end()
 
 
-_OF_PREDICT = ("x", "batch_size")
-
-
-def select_keys(predictions: Tree, keys: tuple[str, ...] | None) -> Tree:
-    """Returns only the predictions with the given names.
+def select_keys(predictions: Tree, keys: tuple[str, ...]) -> Tree:
+    """Returns only the predictions with the given names, or all without names.
 
     Raises:
       ValueError: if the predictions are not a dict, or contain none of the
         names.
     """
-    if keys is None:
+    if not keys:
         return predictions
     if not isinstance(predictions, Mapping):
         raise ValueError(
@@ -101,9 +91,8 @@ def iter_rows(predictions: Tree) -> Iterator[Tree]:
         raise ValueError(
             "Predictions must be an array or a dict of arrays to be split "
             f"into rows. Received: {shorten(predictions)} of type "
-            f"{type(predictions).__name__}. Set `predictions` of the "
-            "EstimatorSpec to a dict, or pass `yield_single_examples=False` to "
-            "get whole batches."
+            f"{type(predictions).__name__}. Return a dict, or pass "
+            "`yield_single_examples=False` to get whole batches."
         )
     if not isinstance(predictions, Mapping):
         yield from predictions

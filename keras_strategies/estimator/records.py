@@ -118,21 +118,18 @@ def make_scalars(
     ]
 
 
-def _can_write() -> bool:
-    if importlib.util.find_spec("tensorboardX") is not None:
-        return True
-    _warn_once()
-    return False
-
-
+# Without `cache`, `train_and_evaluate` would repeat the warning for each
+# evaluation.
 @functools.cache
-def _warn_once() -> None:
-    # Without `cache`, `train_and_evaluate` would repeat the warning for each
-    # evaluation.
-    _logger.warning(
-        "No event files are written, because tensorboardX is not installed. "
-        "Run `pip install tensorboardX`, or set `save_summary_steps=None`."
-    )
+def _can_write() -> bool:
+    can_write = importlib.util.find_spec("tensorboardX") is not None
+    if not can_write:
+        _logger.warning(
+            "No event files are written, because tensorboardX is not "
+            "installed. Run `pip install tensorboardX`, or set "
+            "`save_summary_steps=None`."
+        )
+    return can_write
 
 
 def _is_number(value: Any) -> bool:

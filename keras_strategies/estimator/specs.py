@@ -7,7 +7,7 @@ from typing import Any
 from keras_strategies.estimator.arguments import (
     check_hooks,
     check_input_fn,
-    check_listeners,
+    check_items,
     check_name,
     check_positive,
     check_seconds,
@@ -50,8 +50,10 @@ class TrainSpec:
         check_input_fn(self.input_fn)
         check_positive("max_steps", self.max_steps)
         _set(self, "hooks", check_hooks(self.hooks))
-        listeners = check_listeners(self.saving_listeners)
-        _set(self, "saving_listeners", listeners)
+        name, what = "saving_listeners", "`CheckpointSaverListener`s"
+        fix = "Pass objects of a subclass."
+        given, kind = self.saving_listeners, CheckpointSaverListener
+        _set(self, name, check_items(name, given, kind, what, fix))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,14 +159,12 @@ def _set(spec: object, name: str, value: object) -> None:
 
 
 def _check_exporters(exporters: Any) -> tuple[Exporter, ...]:
-    if exporters is None:
-        return ()
-    is_many = isinstance(exporters, Iterable) and not isinstance(exporters, str)
-    checked: tuple[Any, ...] = tuple(exporters) if is_many else (exporters,)
+    if not isinstance(exporters, Iterable | None):
+        exporters = [exporters]
+    what = "an Exporter, an iterable of Exporters, or None"
+    fix = "Use, for example, `ks.estimator.BestExporter()`."
+    checked = check_items("exporters", exporters, Exporter, what, fix)
     for exporter in checked:
-        what = "an Exporter, an iterable of Exporters, or None"
-        fix = "Use, for example, `ks.estimator.BestExporter()`."
-        check_type("`exporters`", exporter, Exporter, what, fix)
         name, what = exporter.name or None, "a str that is not empty"
         check_type("`name`", name, str, what, "Pass a name.")
         check_name(exporter.name)

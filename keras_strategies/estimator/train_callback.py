@@ -62,28 +62,21 @@ class Progress:
     is_done: bool = True
 
 
-def read_progress(model_dir: str) -> Progress:
-    """Reads how far the training in a directory has progressed.
+def share_progress(mesh: ReplicaMesh, model_dir: str) -> Progress:
+    """Returns the chief's training progress; all processes must call this.
 
     It reads only the metadata of the newest checkpoint, not its arrays.
     """
-    path = reading.find_newest(model_dir, is_quick=True)
-    if path is None:
-        return Progress()
-    step = reading.parse_step(path)
-    epoch, steps = reading.read_position(contents.load_document(path), path)
-    if is_done_at(model_dir, step, epoch):
-        return Progress(step=step, begun=step)
-    return Progress(step=step, begun=step - steps, is_done=False)
-
-
-def share_progress(mesh: ReplicaMesh, model_dir: str) -> Progress:
-    """Returns the chief's training progress; all processes must call this."""
-    local = dataclasses.asdict(read_progress(model_dir))
-    chief_progress = broadcast_from_chief(
-        mesh, "`Estimator.train`", local, _PROGRESS
-    )
-    return Progress(**{name: chief_progress[name] for name in _PROGRESS})
+    path, local = reading.find_newest(model_dir, is_quick=True), Progress()
+    if path is not None:
+        step = reading.parse_step(path)
+        epoch, steps = reading.read_position(contents.load_document(path), path)
+        is_done = is_done_at(model_dir, step, epoch)
+        begun = step if is_done else step - steps
+        local = Progress(step=step, begun=begun, is_done=is_done)
+    values = dataclasses.asdict(local)
+    chief = broadcast_from_chief(mesh, "`Estimator.train`", values, _PROGRESS)
+    return Progress(**{name: chief[name] for name in _PROGRESS})
 
 
 def is_done_at(model_dir: str, step: int, epoch: int) -> bool:
@@ -232,9 +225,7 @@ def warn_of_end(num_steps: int, planned_steps: int | None) -> None:
             "Arrays that an `input_fn` returns are read only once, so training "
             "ended before the requested number of steps. Received: arrays with "
             f"{num_steps} batches of rows for {planned_steps} steps. Return a "
-            "dataset that repeats, such as "
-            "`tf.data.Dataset.from_tensor_slices(arrays).repeat()"
-            ".batch(batch_size)`, or a generator.",
+            "generator, or a dataset that repeats.",
             stacklevel=2,
         )
 
@@ -273,6 +264,8 @@ class TrainCheckpoint(Checkpoint):
             ),
         )
         self._listeners = listeners
+        # Those that are called in this process.
+        self._listeners_here: tuple[Any, ...] = ()
         self._asks_to_stop = after_save
         self._initialize = initialize
         self._mesh: ReplicaMesh | None = None
@@ -285,6 +278,7 @@ class TrainCheckpoint(Checkpoint):
     def begin(self, loop: FitState) -> None:
         """Restores or initializes the model and notifies the listeners."""
         self._mesh = loop.mesh
+        self._listeners_here = self._listeners if loop.mesh.is_chief else ()
         super().begin(loop)
         if self.saved_step is None:
             self._initialize(loop.model)
@@ -305,11 +299,6 @@ class TrainCheckpoint(Checkpoint):
         broadcast_from_chief(
             self._mesh, "the end of `Estimator.train`", None, None
         )
-
-    @property
-    def _listeners_here(self) -> tuple[Any, ...]:
-        assert self._mesh is not None
-        return self._listeners if self._mesh.is_chief else ()
 
     def begins_anew(
         self, loop: FitState, step: int, document: dict[str, Any]

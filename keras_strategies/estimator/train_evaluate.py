@@ -1,6 +1,7 @@
 """Implements `train_and_evaluate`, for one process and for clusters."""
 
 import logging
+import math
 import os
 import time
 from typing import Any
@@ -84,9 +85,8 @@ def train_and_evaluate(
     if config.task_type not in (CHIEF, WORKER):
         raise ValueError(
             f"Task type {config.task_type} is not supported. Use the task "
-            f"types chief, worker "
-            "and evaluator. Parameter servers are not needed, because the "
-            "training processes store the variables."
+            "types chief, worker and evaluator: the training processes store "
+            "the variables of parameter servers."
         )
     _logger.info("Training as %s %d.", config.task_type, config.task_id)
     jobs = config.cluster_spec.jobs if config.is_chief else [EVALUATOR]
@@ -134,16 +134,11 @@ def _train_locally(
 ) -> Results:
     evaluation = _Evaluation(estimator, eval_spec, train_spec.max_steps)
     mesh = engine.find_strategy(estimator, ModeKeys.TRAIN).mesh
-    throttle_s = eval_spec.throttle_secs
 
     def after_save(step: int) -> bool:
-        is_due = train_callback.broadcast_from_chief(
-            mesh,
-            "the decision to evaluate",
-            evaluation.is_due(throttle_s),
-            bool,
-        )
-        if is_due:
+        if train_callback.broadcast_from_chief(
+            mesh, "the decision to evaluate", evaluation.is_due(), bool
+        ):
             evaluation.run(reading.make_path(estimator.model_dir, step))
         else:
             _logger.info(
@@ -155,10 +150,7 @@ def _train_locally(
 
     engine.train(estimator, train_spec, after_save=after_save)
     latest = train_callback.broadcast_from_chief(
-        mesh,
-        "the last checkpoint",
-        estimator.latest_checkpoint(),
-        str | None,
+        mesh, "the last checkpoint", estimator.latest_checkpoint(), str | None
     )
     if latest is not None and latest != evaluation.path:
         evaluation.run(latest)
@@ -176,7 +168,7 @@ def _follow(
         path = estimator.latest_checkpoint()
         is_last = path is not None and watch.is_last(path)
         if path is not None and path != evaluation.path:
-            if is_last or evaluation.is_due(eval_spec.throttle_secs):
+            if is_last or evaluation.is_due():
                 try:
                     evaluation.run(path)
                 except (DamagedCheckpoint, ValueError):
@@ -238,11 +230,9 @@ class _Watch:
             return False
         if path is None:
             raise RuntimeError(
-                "The first checkpoint must be saved within "
-                "`session_creation_timeout_secs`. Received: no checkpoint in "
-                f"{self._model_dir} after {timeout_s} s. Check the chief's "
-                "log, and check that all tasks use the same `model_dir` on a "
-                "shared disk."
+                f"There is no checkpoint in {self._model_dir} after "
+                f"{timeout_s} s (`session_creation_timeout_secs`). Check the "
+                "chief's log, and that all tasks share the `model_dir`."
             )
         step = reading.parse_step(path)
         return train_callback.read_end_step(self._model_dir) == step
@@ -267,19 +257,14 @@ class _Evaluation:
         self._estimator = estimator
         self._spec = spec
         self._max_steps = max_steps
-        self._began: float | None = None
+        self._began = -math.inf
         self.path: str | None = None
         self.results: Results = _NOTHING
 
-    def is_due(self, throttle_s: float) -> bool:
-        """Returns whether the next evaluation may begin.
-
-        Args:
-          throttle_s: The minimum number of seconds from the start of an
-            evaluation to the start of the next one.
-        """
-        began = self._began
-        return began is None or time.monotonic() - began >= throttle_s
+    def is_due(self) -> bool:
+        """Returns whether the next evaluation may begin."""
+        earliest = self._began + self._spec.throttle_secs
+        return time.monotonic() >= earliest
 
     def run(self, path: str) -> None:
         """Evaluates a checkpoint, and calls the exporters."""

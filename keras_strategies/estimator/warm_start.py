@@ -66,12 +66,8 @@ class WarmStartSettings:
                 "`ckpt_to_initialize_from` MUST be set in WarmStartSettings. "
                 f"Received: {path!r}. {fix}"
             )
-        fix = (
-            "If the vocabularies differ, reorder the rows of the embedding "
-            "before training."
-        )
-        unsupported = self.var_name_to_vocab_info or None
-        check_unsupported("var_name_to_vocab_info", unsupported, fix)
+        vocabularies = self.var_name_to_vocab_info or None
+        check_unsupported("var_name_to_vocab_info", vocabularies)
         for pattern in _list_patterns(self.vars_to_warm_start):
             name, what = "`vars_to_warm_start`", "regular expressions"
             fix = "Pass a string or a list of strings."
@@ -104,7 +100,13 @@ def apply(settings: WarmStartSettings | None, model: keras.Model) -> None:
     for variable in weights:
         name = names.get(str(variable.path), str(variable.path))
         name = name.replace(".", "/")
-        _check_saved(name, saved, path)
+        if name not in saved:
+            raise ValueError(
+                "Warm-started weights must be in the checkpoint. Received: "
+                f"{name!r}, which is not in {path}. Exclude it with "
+                "`vars_to_warm_start`, or map it with "
+                "`var_name_to_prev_var_name`."
+            )
         group, entry, kind = saved[name]
         entries.setdefault(group, {})[entry] = kind
         pairs.append((variable, group, entry))
@@ -150,24 +152,13 @@ def _find_checkpoint(path: str) -> str:
     return path
 
 
-def _check_saved(name: str, saved: Mapping[str, Any], path: str) -> None:
-    if name not in saved:
-        raise ValueError(
-            "The checkpoint must contain all warm-started weights. "
-            f"Received: {name!r}, which is not in {path}. Exclude this weight "
-            "with `vars_to_warm_start`, or map it to its name in the "
-            "checkpoint with `var_name_to_prev_var_name`."
-        )
-
-
 def _check_used(names: Mapping[str, str], paths: list[str]) -> None:
     unused = sorted(set(names) - set(paths))
     if unused:
         raise ValueError(
             "Keys of `var_name_to_prev_var_name` must be names of warm-started "
-            f"weights. Received: {unused}, which are not among the "
-            f"warm-started weights, such as {paths[:8]}. Correct the names, or "
-            "omit them."
+            f"weights. Received: {unused}, which are not among the weights, "
+            f"such as {paths[:8]}. Correct the names, or omit them."
         )
 
 

@@ -13,11 +13,6 @@ from tests.estimator import models
 EXACT = 2e-6
 
 
-@pytest.fixture(autouse=True)
-def _no_cluster(monkeypatch):
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-
-
 def dividing(kind=ks.experimental.FullySharded, count=4):
     return ks.MirroredStrategy(
         jax.devices()[:count], variable_partitioner=kind(min_size=1)

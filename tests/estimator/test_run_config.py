@@ -52,11 +52,6 @@ CLUSTER = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_cluster(monkeypatch):
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-
-
 def config_of(monkeypatch, tf_config, **fields):
     monkeypatch.setenv("TF_CONFIG", json.dumps(tf_config))
     return RunConfig(**fields)
@@ -201,16 +196,14 @@ def test_replace_switches_between_steps_and_seconds(first, changes, expected):
         ),
         ({"session_creation_timeout_secs": 0}, ValueError, "be > 0"),
         ({"session_creation_timeout_secs": "1"}, TypeError, "be a number"),
-        ({"session_config": object()}, ValueError, "XLA_FLAGS"),
-        ({"device_fn": lambda op: "/cpu:0"}, ValueError, "train_distribute"),
+        ({"session_config": object()}, ValueError, "not supported on JAX"),
+        ({"device_fn": lambda op: "/cpu:0"}, ValueError, "not supported on"),
         (
             {"protocol": "grpc"},
             ValueError,
-            "protocol='grpc'. Omit it. JAX chooses the protocol. See `ks."
-            "experimental.CommunicationOptions` for the available options.$",
+            "protocol='grpc'. Omit it; docs/estimator.md lists what to use",
         ),
-        ({"protocol": "http"}, ValueError, "CommunicationOptions"),
-        ({"checkpoint_save_graph_def": False}, ValueError, "contain a graph"),
+        ({"checkpoint_save_graph_def": False}, ValueError, "not supported on"),
         ({"train_distribute": "mirrored"}, TypeError, "MirroredStrategy"),
         (
             {"train_distribute": ks.MirroredStrategy},
@@ -218,7 +211,7 @@ def test_replace_switches_between_steps_and_seconds(first, changes, expected):
             "Pass, for example, `ks.MirroredStrategy",
         ),
         ({"eval_distribute": object()}, TypeError, "`eval_distribute`"),
-        ({"experimental_distribute": 3}, ValueError, "train_distribute"),
+        ({"experimental_distribute": 3}, ValueError, "not supported on JAX"),
     ],
 )
 def test_wrong_field_is_refused(fields, error, text):
@@ -382,11 +375,11 @@ def test_worker_zero_is_the_chief_of_a_strategy_s_cluster(monkeypatch):
             ValueError,
             "at most one 'chief'",
         ),
-        ({"cluster": CLUSTER}, ValueError, "task must be set"),
+        ({"cluster": CLUSTER}, ValueError, "a task with a type and"),
         (
             {"cluster": CLUSTER, "task": {"type": "worker"}},
             ValueError,
-            "task must be set",
+            "a task with a type and",
         ),
         (task("worker", 3), ValueError, "No task with index 3"),
         (task("worker", -1), ValueError, '"index" of the task'),

@@ -21,61 +21,44 @@ _NUMBERS: dict[str, dict[str, Any]] = {
     "tf_random_seed": {},
     "experimental_max_worker_delay_secs": {},
 }
-# Fields about sessions and graphs, which do not exist in JAX: the only valid
-# value of each field, and what to use instead.
+# Fields about sessions and graphs, which do not exist in JAX, with the only
+# valid value of each.
 _WITHOUT_MEANING = {
-    "session_config": (
-        None,
-        "Set XLA_FLAGS or `jax.config` before JAX starts, and choose devices "
-        "with `train_distribute`.",
-    ),
-    "device_fn": (
-        None,
-        "Choose devices with `train_distribute`, and the sharding of "
-        "variables with `TPUStrategy(layout_map=...)`.",
-    ),
-    "protocol": (
-        None,
-        "JAX chooses the protocol. See `ks.experimental.CommunicationOptions` "
-        "for the available options.",
-    ),
-    "experimental_distribute": (
-        None,
-        "Pass its strategies as `train_distribute` and `eval_distribute`.",
-    ),
-    "checkpoint_save_graph_def": (
-        True,
-        "Checkpoints never contain a graph. `Estimator.export_saved_model` "
-        "writes a model for serving.",
-    ),
+    "session_config": None,
+    "device_fn": None,
+    "protocol": None,
+    "experimental_distribute": None,
+    "checkpoint_save_graph_def": True,
 }
 
 
 def check_fields(config: Any) -> None:
     """Raises ValueError or TypeError for the first field that is invalid."""
-    _check_model_dir(config.model_dir)
+    directory, fix = config.model_dir, "Pass a str or a `pathlib.Path`."
+    check_type("`model_dir`", directory, str | None, "a path", fix)
+    if directory == "":
+        raise ValueError(
+            "model_dir should be non-empty. Received: ''. Pass a path, or "
+            "None for a temporary directory."
+        )
     for name, bounds in _NUMBERS.items():
         fix = "Pass a valid number, or None."
         check_number(f"`{name}`", getattr(config, name), fix, **bounds)
-    for name, (default, fix) in _WITHOUT_MEANING.items():
-        check_unsupported(name, getattr(config, name), fix, default)
+    for name, default in _WITHOUT_MEANING.items():
+        check_unsupported(name, getattr(config, name), default)
     for name in ("train_distribute", "eval_distribute"):
         fix = "Pass, for example, `ks.MirroredStrategy()`."
         strategy, what = getattr(config, name), "a strategy of keras_strategies"
         check_type(f"`{name}`", strategy, Strategy | None, what, fix)
 
 
-def check_unsupported(
-    name: str,
-    value: object,
-    fix: str,
-    default: object = None,
-) -> None:
-    """Raises an error unless an argument of TensorFlow has its default."""
+def check_unsupported(name: str, value: object, default: object = None) -> None:
+    """Raises ValueError unless an argument of TensorFlow has its default."""
     if value is not default:
         raise ValueError(
             f"`{name}` is not supported on JAX. Received: {name}="
-            f"{shorten(value)}. Omit it. {fix}"
+            f"{shorten(value)}. Omit it; docs/estimator.md lists what to use "
+            "instead."
         )
 
 
@@ -88,28 +71,14 @@ def check_trains(config: Any, num_processes: int) -> None:
     """
     if config.task_type in (SERVER, EVALUATOR):
         raise ValueError(
-            "Train has been called with a wrong configuration: task type "
-            f"{config.task_type!r} does not train. Call "
-            f"`ks.estimator.train_and_evaluate`, which "
-            "trains or evaluates according to the task type. Parameter servers "
-            "are not supported."
+            f"Task type {config.task_type!r} does not train. Call "
+            "`ks.estimator.train_and_evaluate`, which trains or evaluates "
+            "according to the task type. Parameter servers are not supported."
         )
     if config.num_worker_replicas > 1 and num_processes == 1:
         raise ValueError(
-            "All training processes of a cluster must train together. "
-            "Received: a TF_CONFIG with "
-            f"{config.num_worker_replicas} training processes, but "
-            f"train_distribute={shorten(config.train_distribute)}, which uses "
-            "only one process. Pass "
+            f"The {config.num_worker_replicas} training processes of TF_CONFIG "
+            "must train together. Received: train_distribute="
+            f"{shorten(config.train_distribute)}, which uses one process. Pass "
             "`train_distribute=ks.MultiWorkerMirroredStrategy()`."
-        )
-
-
-def _check_model_dir(directory: object) -> None:
-    fix = "Pass a str or a `pathlib.Path`."
-    check_type("`model_dir`", directory, str | None, "a path", fix)
-    if directory == "":
-        raise ValueError(
-            "model_dir should be non-empty. Received: ''. Pass a path, or "
-            "None for a temporary directory."
         )

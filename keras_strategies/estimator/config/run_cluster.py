@@ -46,24 +46,25 @@ def parse_cluster(text: str, *, needs_chief: bool) -> dict[str, Any]:
     }
     task = place["task_type"], place["task_id"]
     if not spec:
-        _check_local(*task)
+        if task != (WORKER, 0):
+            raise ValueError(
+                f'If "cluster" is not set in {VARIABLE}, the task must be '
+                f"'{WORKER}' 0. Received: {shorten(task)}. Add the cluster, or "
+                "omit the task for a local run."
+            )
         return place
-    num_chiefs, num_workers = (
-        count_tasks(spec, CHIEF),
-        count_tasks(spec, WORKER),
-    )
+    num_chiefs = count_tasks(spec, CHIEF)
+    num_workers = count_tasks(spec, WORKER)
     if not num_chiefs and (needs_chief or not num_workers):
         raise ValueError(
-            f'If "cluster" is set in {VARIABLE}, it must have one "{CHIEF}" '
-            f"node. Received: the jobs {shorten(spec.jobs)}. Make one worker "
-            "the 'chief', or pass `train_distribute="
-            "MultiWorkerMirroredStrategy()`, whose worker 0 is the chief."
+            f'A "cluster" in {VARIABLE} must have one "{CHIEF}" node. '
+            f"Received: {shorten(spec.jobs)}. Make a worker the chief, or pass "
+            "`train_distribute=ks.MultiWorkerMirroredStrategy()`."
         )
     if config.task_type is None or config.task_id is None:
         raise ValueError(
-            f'If "cluster" is set in {VARIABLE}, the type and index of the '
-            'task must be set, too. Add a task such as "task": {"type": '
-            '"worker", "index": 0}.'
+            f'With a "cluster", {VARIABLE} must have a task with a type and an '
+            'index. Add, for example, "task": {"type": "worker", "index": 0}.'
         )
     if task[0] == EVALUATOR:
         # It is no part of the training cluster.
@@ -76,12 +77,3 @@ def parse_cluster(text: str, *, needs_chief: bool) -> dict[str, Any]:
         "num_ps_replicas": count_tasks(spec, SERVER),
         "num_worker_replicas": num_chiefs + num_workers,
     }
-
-
-def _check_local(task_type: str, task_id: int) -> None:
-    if (task_type, task_id) != (WORKER, 0):
-        raise ValueError(
-            f'If "cluster" is not set in {VARIABLE}, the task must be '
-            f"'{WORKER}' 0. Received: {shorten(task_type)} {task_id}. Add the "
-            "cluster, or omit the task for a local run."
-        )

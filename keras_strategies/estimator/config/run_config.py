@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import enum
 import os
 from typing import Any
 
@@ -18,16 +17,8 @@ DEFAULT_SAVE_SECONDS = 600
 """Default number of seconds between checkpoints."""
 
 
-class _Default(enum.Enum):
-    """The default value of arguments, to tell "not given" from None."""
-
-    NOT_GIVEN = enum.auto()
-
-    def __repr__(self) -> str:
-        return "<default>"
-
-
-_USE_DEFAULT: Any = _Default.NOT_GIVEN
+# The default of arguments that differs from None, which may be given.
+_USE_DEFAULT: Any = object()
 
 
 def _from_cluster() -> Any:
@@ -35,11 +26,6 @@ def _from_cluster() -> Any:
     return dataclasses.field(init=False, repr=False, hash=False)
 
 
-_BOTH = (
-    "`save_checkpoints_steps` and `save_checkpoints_secs` cannot both be set. "
-    "Received: save_checkpoints_steps={}, save_checkpoints_secs={}. Pass only "
-    "one of the two."
-)
 _MODEL_DIR = "model_dir"
 _STEPS, _SECS = "save_checkpoints_steps", "save_checkpoints_secs"
 
@@ -142,10 +128,13 @@ class RunConfig:
     num_worker_replicas: int = _from_cluster()
 
     def __post_init__(self) -> None:
-        steps, secs = _choose_save_rule(
-            self.save_checkpoints_steps, self.save_checkpoints_secs
-        )
-        self._set(save_checkpoints_steps=steps, save_checkpoints_secs=secs)
+        given = {
+            name: getattr(self, name)
+            for name in (_STEPS, _SECS)
+            if getattr(self, name) is not _USE_DEFAULT
+        }
+        rule = _switch_save_rule(given or {_SECS: DEFAULT_SAVE_SECONDS})
+        self._set(**{_STEPS: None, _SECS: None} | rule)
         cluster = parse_cluster(
             os.environ.get(VARIABLE, ""),
             needs_chief=self.train_distribute is None,
@@ -181,11 +170,9 @@ class RunConfig:
         for name in changes:
             if name not in _FIELDS:
                 raise ValueError(
-                    f"Replacing {name} is not supported. Allowed properties "
-                    f"are {', '.join(_FIELDS)}. Received: {name}="
-                    f"{shorten(changes[name])}. To change a property that "
-                    "TF_CONFIG sets, change TF_CONFIG and create a new "
-                    "`RunConfig`."
+                    f"Replacing {name} is not supported. Received: {name}="
+                    f"{shorten(changes[name])}. Replace {', '.join(_FIELDS)}, "
+                    "or change TF_CONFIG and create a new `RunConfig`."
                 )
         if _MODEL_DIR in changes:
             changes[_MODEL_DIR] = _convert_path(changes[_MODEL_DIR])
@@ -205,21 +192,6 @@ _FIELDS = tuple(
 )
 
 
-def _choose_save_rule(steps: object, secs: object) -> tuple[object, object]:
-    """Returns the steps and seconds between checkpoints; at most one is set.
-
-    Raises:
-      ValueError: if both are given.
-    """
-    if steps is _USE_DEFAULT and secs is _USE_DEFAULT:
-        return None, DEFAULT_SAVE_SECONDS
-    steps = None if steps is _USE_DEFAULT else steps
-    secs = None if secs is _USE_DEFAULT else secs
-    if steps is not None and secs is not None:
-        raise ValueError(_BOTH.format(shorten(steps), shorten(secs)))
-    return steps, secs
-
-
 def _switch_save_rule(changes: dict[str, Any]) -> dict[str, Any]:
     """Returns changed fields; a new save interval clears the other one.
 
@@ -228,7 +200,11 @@ def _switch_save_rule(changes: dict[str, Any]) -> dict[str, Any]:
     """
     steps, secs = changes.get(_STEPS), changes.get(_SECS)
     if steps is not None and secs is not None:
-        raise ValueError(_BOTH.format(shorten(steps), shorten(secs)))
+        raise ValueError(
+            "`save_checkpoints_steps` and `save_checkpoints_secs` cannot both "
+            f"be set. Received: save_checkpoints_steps={shorten(steps)}, "
+            f"save_checkpoints_secs={shorten(secs)}. Pass only one of the two."
+        )
     if steps is not None:
         return changes | {_SECS: None}
     if secs is not None:
@@ -245,9 +221,8 @@ def _choose_model_dir(directory: object, cluster_dir: str | None) -> object:
     if cluster_dir and directory and cluster_dir != directory:
         raise ValueError(
             "`model_dir` of RunConfig, if set, must have the same value as "
-            f"model_dir in TF_CONFIG. Received: {shorten(directory)} in "
-            f"RunConfig, and {shorten(cluster_dir)} in TF_CONFIG. Omit one of "
-            "the two."
+            f"model_dir in TF_CONFIG. Received: {shorten(directory)} and "
+            f"{shorten(cluster_dir)}. Omit one of the two."
         )
     # "" is kept, so that `check_fields` raises an error for it.
     return cluster_dir if directory is None else directory

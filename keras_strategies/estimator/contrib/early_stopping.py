@@ -70,9 +70,8 @@ def make_early_stopping_hook(
     if (run_every_secs is None) == (run_every_steps is None):
         raise ValueError(
             "Exactly one of `run_every_secs` and `run_every_steps` must be "
-            f"set. Received: run_every_secs={run_every_secs}, run_every_steps="
-            f"{run_every_steps}. Set one of them to a number and the other to "
-            "None."
+            f"set. Received: {run_every_secs} and {run_every_steps}. Set one "
+            "of them to a number and the other to None."
         )
     check_positive("run_every_steps", run_every_steps)
     if run_every_secs is not None:
@@ -80,10 +79,9 @@ def make_early_stopping_hook(
         mesh = find_strategy(estimator, ModeKeys.TRAIN).mesh
         if mesh.num_processes > 1:
             raise ValueError(
-                "run_every_secs should not be set when several processes "
-                f"train, because their clocks differ. Received: "
-                f"{run_every_secs}. Pass run_every_secs=None, and set "
-                "run_every_steps instead."
+                "`run_every_secs` must be None if several processes train, "
+                f"because their clocks differ. Received: {run_every_secs}. Set "
+                "`run_every_steps` instead."
             )
     return _Stopping(estimator, should_stop_fn, run_every_secs, run_every_steps)
 
@@ -269,35 +267,29 @@ class _Stopping(keras.callbacks.Callback):
         super().__init__()
         self._mesh = find_strategy(estimator, ModeKeys.TRAIN).mesh
         self._should_stop_fn = should_stop_fn
-        self._every_secs = every_secs
-        self._every_steps = every_steps
+        self._is_by_steps = every_steps is not None
+        self._every = every_steps or every_secs or 0
+        # The step or the time of the last question.
         self._asked_at: float | None = None
-        self._asked: int | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         # The function is called after the first step of every call of `train`,
         # so that a run that was stopped early and is started again stops
         # immediately.
-        self._asked_at = self._asked = None
+        self._asked_at = None
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         step = train_callback.find_global_step(self.model)
-        if not self._is_due(step):
+        now = step if self._is_by_steps else time.monotonic()
+        if self._asked_at is not None and now < self._asked_at + self._every:
             return
-        self._asked_at, self._asked = time.monotonic(), step
+        self._asked_at = now
         should_stop = self._mesh.is_chief and bool(self._should_stop_fn())
         if train_callback.broadcast_from_chief(
             self._mesh, "the decision to stop early", should_stop, bool
         ):
             _logger.info("Requesting early stopping at global step %d.", step)
             self.model.stop_training = True  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-
-    def _is_due(self, step: int) -> bool:
-        if self._asked is None or self._asked_at is None:
-            return True
-        if self._every_steps is not None:
-            return step - self._asked >= self._every_steps
-        return time.monotonic() - self._asked_at >= (self._every_secs or 0)
 
 
 def _make_hook(

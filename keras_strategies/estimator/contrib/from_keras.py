@@ -70,14 +70,11 @@ def model_to_estimator(
     if (keras_model is None) == (keras_model_path is None):
         raise ValueError(
             "Either `keras_model` or `keras_model_path` needs to be provided, "
-            f"but not both. Received: keras_model={shorten(keras_model)} and "
-            f"keras_model_path={shorten(keras_model_path)}. Pass one of the "
-            "two."
+            f"but not both. Received: {shorten(keras_model)} and "
+            f"{shorten(keras_model_path)}. Pass one of the two."
         )
-    fix = "An exported model returns the outputs of the Keras model."
-    check_unsupported("export_outputs", export_outputs, fix)
-    fix = "Name the metrics when you compile the model."
-    check_unsupported("metric_names_map", metric_names_map, fix)
+    check_unsupported("export_outputs", export_outputs)
+    check_unsupported("metric_names_map", metric_names_map)
     directory = tempfile.mkdtemp(prefix="keras-strategies-model-")
     path = os.path.join(directory, "model.keras")
     try:
@@ -127,10 +124,9 @@ def _copy(source: Any, path: str) -> None:
     check_type("`keras_model_path`", source, (str, os.PathLike), "a path", fix)
     if pathlib.Path(source).suffix != _SUFFIX:
         raise ValueError(
-            "`keras_model_path` must be a `.keras` file. Received: "
-            f"{os.fspath(source)!r}. Save the model again with "
-            "`model.save('model.keras')`. Other formats are not supported, "
-            "because they may run code when they are loaded."
+            "`keras_model_path` must be a `.keras` file: other formats may run "
+            f"code when they are loaded. Received: {os.fspath(source)!r}. Save "
+            "the model again with `model.save('model.keras')`."
         )
     shutil.copyfile(source, path)
 

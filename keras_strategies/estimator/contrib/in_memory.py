@@ -9,14 +9,12 @@ import keras
 
 from keras_strategies._types import Logs
 from keras_strategies.estimator import engine, train_callback
-from keras_strategies.estimator.arguments import (
-    check_kind,
-    check_positive,
-)
+from keras_strategies.estimator.arguments import check_kind
 from keras_strategies.estimator.engine import InputFn
 from keras_strategies.estimator.estimator import Estimator
 from keras_strategies.estimator.estimator_spec import ModeKeys
 from keras_strategies.estimator.seam import (
+    check_number,
     reading,
 )
 from keras_strategies.estimator.specs import EvalSpec
@@ -59,16 +57,12 @@ class InMemoryEvaluatorHook(keras.callbacks.Callback):
         steps: int | None = None,
         hooks: Iterable[Any] | None = None,
         name: str | None = None,
-        every_n_iter: int | None = 100,
+        every_n_iter: int = 100,
     ) -> None:
         super().__init__()
         check_kind("estimator", estimator, Estimator)
-        if every_n_iter is None:
-            raise ValueError(
-                "`every_n_iter` must be a number of train steps. Received: "
-                "None. Pass a number, such as 100."
-            )
-        check_positive("every_n_iter", every_n_iter)
+        what, fix = "`every_n_iter`", "Pass a number, such as 100."
+        check_number(what, every_n_iter, fix, above=0, is_optional=False)
         self._estimator = estimator
         self._spec = EvalSpec(input_fn, steps, name, hooks)
         self._every = every_n_iter
