@@ -57,31 +57,6 @@ def format_spec(spec: str) -> str:
     return str(nest)
 
 
-def is_like(spec: str, other: str) -> bool:
-    """Returns whether two specs have equal structure, ranks and dtypes.
-
-    Dtypes are converted to those that the devices use before they are compared:
-    float64 and float32 count as equal, since float64 becomes float32 there.
-    """
-    return spec == other or find_kind(make_empty(spec)) == find_kind(
-        make_empty(other)
-    )
-
-
-def find_kind(
-    batch: Tree,
-) -> tuple[jax.tree_util.PyTreeDef, list[tuple[int, np.dtype]]]:
-    """Returns a batch's structure, and the rank and dtype of each array.
-
-    The dtypes are those that the devices use (float64 becomes float32).
-    """
-    leaves, nest = jax.tree.flatten(batch)
-    return nest, [
-        (leaf.ndim, jax.dtypes.canonicalize_dtype(leaf.dtype))
-        for leaf in leaves
-    ]
-
-
 def find_row_kind(
     batch: Tree,
 ) -> tuple[jax.tree_util.PyTreeDef, list[tuple[Shape, np.dtype]]]:
@@ -119,9 +94,8 @@ def _encode(value: Tree) -> object:
     if not hasattr(value, "dtype"):
         raise TypeError(
             "With several processes, a batch must consist of nested dicts, "
-            "lists, tuples and arrays. Received: a batch that contains an "
-            f"object of type {type(value).__name__}. Convert this object to "
-            "one of these types."
+            "lists, tuples and arrays. Received: a batch with an object of "
+            f"type {type(value).__name__}. Convert this object."
         )
     return {"dtype": str(value.dtype), "shape": list(np.shape(value)[1:])}
 
@@ -153,7 +127,6 @@ def _decode(value: object) -> Tree:
 def _make_error(problem: str) -> ValueError:
     return ValueError(
         "The description of a batch's structure, from another process or a "
-        f"file, must be valid. This one is not: {problem}. "
-        "Check that no other program uses the job's port, and that no file of "
-        "the job was changed."
+        f"file, must be valid. This one is not: {problem}. Check that no other "
+        "program uses the job's port, and that no file was changed."
     )

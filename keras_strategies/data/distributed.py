@@ -12,7 +12,7 @@ from keras_strategies.data.source import Source, all_rows
 from keras_strategies.data.steps import Steps
 from keras_strategies.names.phases import INPUT, Phase
 from keras_strategies.passes.traces import is_tracing
-from keras_strategies.spmd.batches import HostBatch
+from keras_strategies.spmd.batches import HostBatch, put_rows
 from keras_strategies.spmd.identity import current_step
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.rows import fill_replicas, rows_of_replicas
@@ -178,10 +178,9 @@ class DistributedIterator:
             self._steps.source.restart(state["seed"])
         except ValueError:
             raise ValueError(
-                "`state` must come from an iterator over the same data. "
-                "The shuffle order in this state was generated for different "
-                "data. Distribute the dataset that the state was "
-                "saved from, or start from the beginning."
+                "`state` must come from an iterator over the same data, but "
+                "its shuffle order is for different data. Distribute the "
+                "dataset that it was saved from, or start from the beginning."
             ) from None
         self._place = (state["epoch"], state["step"])
 
@@ -206,17 +205,13 @@ def _read_spec(source: Source) -> Tree:
 
 def _check_where() -> None:
     """Raises ValueError inside a function that is traced or run on replicas."""
-    is_in_replica = current_step() is not None
-    if not is_in_replica and not is_tracing():
-        return
-    where = "a replica's function" if is_in_replica else "a compiled function"
-    raise ValueError(
-        "The iterator of a distributed dataset must be read outside of "
-        "functions that run on replicas or are compiled. Received: a call of "
-        f"`next` in {where}, which would read a single batch and use it in "
-        "every call. Read the batch first and pass it as an argument: "
-        "`strategy.run(step, args=(next(iterator),))`."
-    )
+    if current_step() is not None or is_tracing():
+        raise ValueError(
+            "A distributed dataset must not be read in a function that runs on "
+            "replicas or is compiled, which would use the same batch in every "
+            "call. Read the batch first and pass it as an argument: "
+            "`strategy.run(step, args=(next(iterator),))`."
+        )
 
 
 class Optional:
@@ -259,7 +254,8 @@ def shard_batch(batch: HostBatch, mesh: ReplicaMesh) -> Tree:
     counts = count_rows(batch, mesh)
     shard = functools.partial(_shard_ragged, counts=counts, mesh=mesh)
     if len(set(counts)) == 1:
-        shard = functools.partial(_shard_evenly, rows=sum(counts), mesh=mesh)
+        block = sum(counts) // mesh.num_readers
+        shard = functools.partial(_shard_evenly, block=block, mesh=mesh)
     return jax.tree.map(shard, batch.data)
 
 
@@ -286,19 +282,10 @@ def _on_all_cores(leaf: np.ndarray, mesh: ReplicaMesh) -> jax.Array:
     )
 
 
-def _shard_evenly(leaf: np.ndarray, rows: int, mesh: ReplicaMesh) -> PerReplica:
-    # `leaf` contains only the rows that this process reads. Its first row is
-    # row `first` of the global batch.
-    first = rows // mesh.num_readers * mesh.reader_index
-
-    def select_rows(index: Any) -> np.ndarray:
-        start, stop, _ = index[0].indices(rows)
-        return leaf[start - first : stop - first]
-
-    array = jax.make_array_from_callback(
-        (rows, *leaf.shape[1:]), mesh.split, select_rows
-    )
-    return PerReplica.of(array, ROWS)
+def _shard_evenly(
+    leaf: np.ndarray, block: int, mesh: ReplicaMesh
+) -> PerReplica:
+    return PerReplica.of(put_rows([leaf], block, mesh), ROWS)
 
 
 def _shard_ragged(

@@ -3,6 +3,8 @@
 import dataclasses
 import enum
 
+from keras_strategies.cluster.checks import check_type
+
 
 class AutoShardPolicy(enum.IntEnum):
     """The way in which a dataset is divided among processes, as in tf.data.
@@ -109,8 +111,8 @@ class InputOptions:
       experimental_replication_mode: Whether the dataset function is called
         once per process or once per replica. PER_REPLICA is only supported by
         `distribute_datasets_from_function`, in a job with a single process.
-      experimental_place_dataset_on_device: Must be False: datasets are read on
-        the host.
+      experimental_place_dataset_on_device: Ignored: datasets are read on the
+        host, and their batches are moved to the devices ahead of time.
       experimental_per_replica_buffer_size: Number of batches to prefetch.
       distribute: How the dataset is divided among processes. For a
         `tf.data.Dataset`, call its `with_options` instead.
@@ -132,23 +134,7 @@ class InputOptions:
 
 
 def check_input_options(options: object) -> None:
-    """Checks that input options are supported.
-
-    Raises:
-      TypeError: if `options` is not an `InputOptions`.
-      ValueError: if `experimental_place_dataset_on_device` is True.
-    """
-    if options is None:
-        return
-    if not isinstance(options, InputOptions):
-        raise TypeError(
-            "`options` must be a `ks.InputOptions`. Received: an object of "
-            f"type {type(options).__name__}. Set options of tf.data on the "
-            "dataset itself: `dataset.with_options(options)`."
-        )
-    if options.experimental_place_dataset_on_device:
-        raise ValueError(
-            "Datasets must be read on the host. Received: "
-            "experimental_place_dataset_on_device=True. Omit this option, "
-            "because batches are moved to the devices ahead of time anyway."
-        )
+    """Raises TypeError unless options are an `InputOptions` or None."""
+    kind, what = InputOptions | None, "a `ks.InputOptions`"
+    fix = "Pass options of tf.data to `dataset.with_options`."
+    check_type("`options`", options, kind, what, fix)

@@ -1,7 +1,7 @@
-"""Reading only this process's rows of a batch, also by other libraries."""
+"""Rows of other libraries' datasets and loaders."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,44 +17,6 @@ from keras_strategies.data.source import (
     Summary,
     all_rows,
 )
-
-
-class ProcessRows:
-    """Makes `Part`s from batches whose rows can be read individually.
-
-    A process that has no rows in a batch still needs the shapes and dtypes of
-    the other processes' rows. So at least one row is read for the first part.
-    """
-
-    def __init__(self) -> None:
-        self._no_rows: Tree = None
-
-    def make_part(
-        self,
-        read: Callable[[int, int], Tree],
-        rows: int,
-        cut: Cut,
-        checksum: int,
-    ) -> Part:
-        """Reads and returns only this process's rows of a batch.
-
-        Args:
-          read: A function `read(start, stop)` that returns the rows from
-            `start` up to, but not including, `stop`.
-          rows: Number of rows of the global batch.
-          cut: See `Cut`.
-          checksum: See `Part`.
-        """
-        start, stop = cut(rows)
-        data = self._no_rows
-        if start < stop or data is None:
-            first = min(start, rows - 1)
-            data = read(first, max(stop, first + 1))
-        if self._no_rows is None:
-            self._no_rows = jax.tree.map(lambda leaf: leaf[:0].copy(), data)
-        if start == stop:
-            data = self._no_rows
-        return Part(data=data, rows=rows, checksum=checksum)
 
 
 def stack_rows(rows: Sequence[Tree], fix: str) -> Tree:

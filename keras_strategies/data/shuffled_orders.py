@@ -225,10 +225,8 @@ class NumberedOrder(Order):
         if not is_ours or not re.fullmatch("[1-9][0-9]{0,9}", epochs):
             raise ValueError(
                 f"With Keras 3.16, shuffling of {self._unit} must resume from "
-                "a seed that Keras 3.16 saved with the same data. This state "
-                "is a seed for other data, or was saved by Keras 3.15. "
-                "Resume with the data and the version of Keras that the run "
-                "started with."
+                "a seed that Keras 3.16 saved with the same data, not 3.15. "
+                "Resume with the data and Keras that the run started with."
             )
         self._epochs = int(epochs)
 

@@ -45,7 +45,6 @@ class Summary:
       reading: How each process reads the data.
       num_rows: Number of rows in an epoch of `num_batches` batches, if known.
       files: The files of each process, if these are the same in each epoch.
-      notes: Further remarks, as full sentences.
     """
 
     applied: AutoShardPolicy
@@ -53,7 +52,6 @@ class Summary:
     reading: Reading = Reading.PIPELINE
     num_rows: int | None = None
     files: tuple[tuple[str, ...], ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 _NUM_MARKED = 16

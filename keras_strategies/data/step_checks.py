@@ -21,38 +21,20 @@ def check_places(mesh: ReplicaMesh, received: Received) -> None:
     if len(set(places)) > 1:
         raise ValueError(
             "All processes must read the same step of the same epoch. "
-            f"Received: {list_values(mesh, places)}. Iterate over "
-            "datasets the same number of times in all processes, and resume "
-            "all processes from the same position."
+            f"Received: {list_values(mesh, places)}. Iterate over datasets "
+            "equally often in all processes, and resume from the same position."
         )
 
 
-def check_specs(
-    mesh: ReplicaMesh, received: Received, step: int, before: str | None
-) -> None:
-    """Raises ValueError unless all batches have the same structure.
-
-    Args:
-      mesh: The mesh of the replicas.
-      received: The messages of all processes.
-      step: Number of the step.
-      before: The spec of the previous step's batch; None for the first step.
-    """
+def check_specs(mesh: ReplicaMesh, received: Received, step: int) -> None:
+    """Raises ValueError unless a step's batches have the same structure."""
     specs = [h.get("spec") for h in received]
-    known = {spec for spec in specs if spec is not None}
-    if len(known) > 1:
+    if len(set(specs) - {None}) > 1:
         raise ValueError(
             "The batches of all processes must have the same structure, "
             f"shapes and dtypes. Received: in step {step}: "
             f"{list_values(mesh, list(map(_format_spec, specs)))}. Check "
             "which data each process reads."
-        )
-    if before and known and not batch_spec.is_like(before, *known):
-        raise ValueError(
-            "All batches must have the same structure, ranks and dtypes. "
-            f"Received: {_format_spec(before)} in the previous step, "
-            f"{_format_spec(*known)} in step {step}. Change the dataset so "
-            "that all of its batches have the same structure."
         )
 
 
@@ -72,10 +54,8 @@ def check_global_batch(
     checksums = [h.get("checksum") for h in received]
     if any(checksum != checksums[0] for checksum in checksums):
         raise ValueError(
-            "Every process must read the same batches, because it uses only "
-            "its own rows of them; otherwise some rows are lost and others are "
-            "used twice. "
-            f"Received: different rows in step {step} (checksums "
+            "Every process must read the same batches, of which it uses its "
+            f"rows. Received: different rows in step {step} (checksums "
             f"{list_values(mesh, checksums)}). Shuffle and augment with the "
             "same seed in all processes, or use `AutoShardPolicy.OFF` if each "
             "process has different rows."

@@ -267,7 +267,6 @@ class Steps:
         with rounds:
             if self.source.is_process_local:
                 parts = self._read_local_parts(rounds, parts, start)
-            spec: Any = None
             for step in itertools.count(start):
                 place = f"step {step} of epoch {epoch}"
                 part, received = self._exchange(
@@ -276,8 +275,7 @@ class Steps:
                 step_checks.check_readers(self.mesh, received, step)
                 if all(h["rows"] is None for h in received):
                     return
-                step_checks.check_specs(self.mesh, received, step, spec)
-                spec = next(h["spec"] for h in received if "spec" in h)
+                step_checks.check_specs(self.mesh, received, step)
                 if not self.source.is_process_local:
                     step_checks.check_global_batch(self.mesh, received, step)
                     assert part is not None
@@ -286,11 +284,8 @@ class Steps:
                         yield from self._read_on(parts)
                         return
                 elif any(h["rows"] for h in received):
-                    data = (
-                        batch_spec.make_empty(spec)
-                        if part is None
-                        else part.data
-                    )
+                    spec = next(h["spec"] for h in received if "spec" in h)
+                    data = part.data if part else batch_spec.make_empty(spec)
                     yield self._join(data, received)
 
     def _read_on(self, parts: Iterator[Part]) -> Iterator[HostBatch]:

@@ -232,7 +232,7 @@ def _place_run(
 ) -> Segment:
     rows = sum(parts)
     block = _block_index(parts, mesh)
-    leaves = [_put(column, block, mesh) for column in zip(*run, strict=True)]
+    leaves = [put_rows(each, block, mesh) for each in zip(*run, strict=True)]
     is_in_order = parts == rows_lib.fill_in_order([block] * len(parts), rows)
     return Segment(
         data=jax.tree.unflatten(structure, leaves),
@@ -258,11 +258,16 @@ def _block_index(parts: tuple[int, ...], mesh: ReplicaMesh) -> int:
 # `make_array_from_callback` (jax 0.10.2).
 
 
-def _put(column: Sequence[Any], block: int, mesh: ReplicaMesh) -> jax.Array:
+def put_rows(column: Sequence[Any], block: int, mesh: ReplicaMesh) -> jax.Array:
     """Moves the array of one batch, or of several, stacked, to the devices.
 
     Of several batches, only the rows that a replica reads are stacked for it,
     so each row is copied once.
+
+    Args:
+      column: An array of each batch, with this process's rows.
+      block: The number of rows that each process has in a batch, with padding.
+      mesh: The replicas to split the rows over.
     """
     if len(column) == 1 and _is_placed(column[0], mesh):
         return column[0]

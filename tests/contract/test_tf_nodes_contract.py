@@ -29,8 +29,9 @@ READ = (
 
 
 def nodes(dataset, kind):
-    graph = tf_graph.write_graph(dataset)
-    return [node for _, node in tf_graph.find_nodes(graph, {kind})]
+    scopes = tf_graph.list_scopes(tf_graph.write_graph(dataset))
+    found = [node for scope in scopes for node in scope.nodes]
+    return [node for node in found if tf_graph.get_kind(node) == kind]
 
 
 @pytest.mark.parametrize("kind", sorted(READ))

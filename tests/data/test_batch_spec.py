@@ -44,24 +44,6 @@ def test_dicts_of_another_order_are_alike():
     )
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "is_like"),
-    [
-        (np.zeros((2, 3)), np.zeros((4, 3)), True),
-        (np.zeros((2, 3)), np.zeros((2, 5)), True),  # Padded to its own length.
-        (np.zeros((2, 3)), np.zeros(2), False),
-        (np.zeros(2, "float64"), np.zeros(2, "float32"), True),
-        (np.zeros(2, "int32"), np.zeros(2, "float32"), False),
-        ((np.zeros(2),), [np.zeros(2)], False),
-        ((np.zeros(2), None), (np.zeros(2), np.zeros(2)), False),
-    ],
-)
-def test_what_is_like_another(one, other, is_like):
-    specs = batch_spec.make_spec(one), batch_spec.make_spec(other)
-    assert batch_spec.is_like(*specs) is is_like
-    assert batch_spec.is_like(*reversed(specs)) is is_like
-
-
 def test_it_is_shown_as_users_write_it():
     batch = {"x": np.zeros((2, 3), "float32"), "y": np.zeros(2, "int64")}
     assert batch_spec.format_spec(batch_spec.make_spec(batch)) == str(

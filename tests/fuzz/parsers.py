@@ -404,11 +404,6 @@ PARSERS: dict[str, Parser] = {
     "structure": Parser(
         STRUCTURES, of(batch_spec.make_empty), errors=(ValueError,)
     ),
-    "structures compared": Parser(
-        STRUCTURES,
-        of(lambda text: batch_spec.is_like(STRUCTURES[0], text)),
-        errors=(ValueError,),
-    ),
     "rendezvous: hello": Parser(
         HELLOS, of(greetings.parse_hello), is_text=False
     ),

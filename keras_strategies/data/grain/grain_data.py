@@ -17,7 +17,6 @@ from keras_strategies._types import Dataset, Tree
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.own_rows import (
     LoadedSource,
-    ProcessRows,
     is_local,
     stack_rows,
 )
@@ -95,7 +94,6 @@ class _MapBatches:
         self._len = len(dataset)
         self.batch_size = _find_stacked_rows(dataset)
         self.is_by_rows = self.batch_size is not None
-        self._process_rows = ProcessRows()
         self._checksum = _compute_checksum(dataset)
         self.is_infinite = self._len >= _UNLIMITED
         self.length = None if self.is_infinite else self._len
@@ -121,26 +119,25 @@ class _MapBatches:
         if batch is None:
             raise ValueError(
                 "A `grain.MapDataset` must have a batch at every index. "
-                f"Received: None at index {index}, for example because of a "
-                "`filter`. Call `.to_iter_dataset()`, which skips such "
-                "elements."
+                f"Received: None at index {index}, such as by a `filter`. Call "
+                "`.to_iter_dataset()`, which skips such elements."
             )
         return _to_arrays(batch)
 
     def _read_rows(self, epoch: int, index: int, cut: Cut) -> Part:
         stacked = self._dataset.parents[0]
         total, size = len(stacked), self._dataset._batch_size
-        first = index * size
-        rows = min(size, total - first)
-        first += 0 if self.length is None else epoch * total
-
-        def read(start: int, stop: int) -> Tree:
-            read = [stacked[i] for i in range(first + start, first + stop)]
-            return _to_arrays(
-                stack_rows(read, "Pad the rows before `.batch(...)`.")
-            )
-
-        return self._process_rows.make_part(read, rows, cut, self._checksum)
+        offset = index * size
+        rows = min(size, total - offset)
+        offset += 0 if self.length is None else epoch * total
+        start, stop = cut(rows)
+        # At least one row is read: without rows, the shapes are needed.
+        first = min(start, rows - 1)
+        indices = range(offset + first, offset + max(stop, first + 1))
+        read = [stacked[i] for i in indices]
+        data = stack_rows(read, "Pad the rows before `.batch(...)`.")
+        data = jax.tree.map(lambda leaf: leaf[: stop - start], data)
+        return Part(data=_to_arrays(data), rows=rows, checksum=self._checksum)
 
 
 class _IteratedBatches:
@@ -195,17 +192,8 @@ def _is_divided(
     """Returns whether a `DataLoader` is already sharded over the processes."""
     if not _is_a(dataset, "DataLoader"):
         return False
-    try:
-        # tests/contract/test_data_contract.py checks that it exists.
-        options = dataset._shard_options
-    except AttributeError:
-        raise RuntimeError(
-            "With this version of grain it is unknown whether a "
-            "`grain.DataLoader` is sharded, so a job with several processes "
-            "might lose rows. The loader has no `_shard_options`. Use a "
-            "`grain.MapDataset` or another version of grain; "
-            "or, if each process has different rows, `AutoShardPolicy.OFF`."
-        ) from None
+    # tests/contract/test_data_contract.py checks that it exists.
+    options = dataset._shard_options
     if options.shard_count == 1:
         return False
     shard = (options.shard_index, options.shard_count)
@@ -231,9 +219,8 @@ def _warn_of_slices(dataset: Dataset, count: int, process_index: int) -> None:
             warnings.warn(
                 "This grain dataset seems to be divided among the processes "
                 f"already: it is sliced with [{begin}::{step}] in process "
-                f"{process_index} of {count}. The strategy divides it again, "
-                "so rows are lost. Remove the slice, or set "
-                "`AutoShardPolicy.OFF`.",
+                f"{process_index} of {count}. It is divided again, so rows "
+                "are lost. Remove the slice, or set `AutoShardPolicy.OFF`.",
                 stacklevel=4,
             )
             return
@@ -250,13 +237,11 @@ def _warn_of_lost_rows(dataset: Dataset) -> None:
     if lost and rows < _UNLIMITED and _loses_remainders():
         grain = sys.modules["grain"]
         warnings.warn(
-            "This version of grain loses rows of a `DataLoader` if the number "
-            "of rows is not a multiple of the number of shards, even with "
-            f"`drop_remainder=False`. Received: grain {grain.__version__}, "
-            f"{rows} rows and {options.shard_count} shards, so that no process "
-            f"reads {lost} of the rows. Leave sharding to the strategy "
-            "(`grain.sharding.NoSharding()`), or install a later version of "
-            "grain.",
+            f"grain {grain.__version__} loses rows of a `DataLoader` that its "
+            "shards cannot share evenly, even with `drop_remainder=False`. "
+            f"Received: {rows} rows and {options.shard_count} shards, so "
+            f"{lost} of the rows are lost. Leave sharding to the strategy "
+            "(`grain.sharding.NoSharding()`), or install a later grain.",
             stacklevel=4,
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from keras_strategies._types import Tree
+from keras_strategies.cluster.checks import check_number
 
 Reader = str | Callable[[str], Iterable[Tree]]
 
@@ -44,19 +45,14 @@ class Files:
     drop_remainder: bool = False
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.window < 0:
-            raise ValueError(
-                "`batch_size` and `shuffle`, if it is a number of rows, must "
-                f"be positive. Received: batch_size={self.batch_size}, "
-                f"shuffle={self.window}. Pass the number of rows in a global "
-                "batch, and True to shuffle."
-            )
+        fix = "Pass a number of rows."
+        check_number("`batch_size`", self.batch_size, fix, minimum=1)
+        check_number("`shuffle`", self.window, fix, minimum=0)
         if not callable(self.reader) and self.reader not in ARRAYS:
             raise ValueError(
                 "`reader` must be 'npz', 'npy' or a function of a path. "
                 f"Received: {self.reader!r}. For other formats, pass a "
-                "function that is called with a path and yields rows, or a "
-                "`tf.data.Dataset` in place of `ks.data.files`."
+                "function of a path that yields rows, or a `tf.data.Dataset`."
             )
 
 

@@ -1,7 +1,6 @@
 """Iterables of batches as sources."""
 
 import itertools
-import os
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -88,19 +87,12 @@ def _iterate_py_dataset(dataset: Dataset) -> Iterator[Tree]:
 
 def check_batches(dataset: object) -> None:
     """Raises TypeError unless an object is an iterable of batches."""
-    if isinstance(dataset, str | bytes | os.PathLike):
-        raise TypeError(
-            "A dataset must yield global batches. Received: "
-            f"{dataset!r}. To read files, pass `ks.data.files(path, reader, "
-            "batch_size=...)`."
-        )
-    is_array = isinstance(dataset, np.ndarray | jax.Array | dict | tuple | list)
+    kinds = np.ndarray | jax.Array | dict | tuple | list | str | bytes
     is_read = hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
-    if is_array or not is_read:
+    if isinstance(dataset, kinds) or not is_read:
         raise TypeError(
             "A dataset must yield global batches. Received: an object of type "
-            f"{type(dataset).__name__}. Pass a tf.data.Dataset, a keras "
-            "PyDataset or an iterable of batches. To divide arrays into "
-            "batches, use "
-            "`experimental_make_numpy_dataset(arrays).batch(batch_size)`."
+            f"{type(dataset).__name__}. Pass a tf.data.Dataset, a PyDataset, "
+            "an iterable of batches, `ks.data.files` for files, or, for "
+            "arrays, `experimental_make_numpy_dataset(arrays).batch(size)`."
         )

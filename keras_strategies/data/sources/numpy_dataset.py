@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from keras_strategies._types import Tree
+from keras_strategies.cluster.checks import check_number
 from keras_strategies.data.source import (
     Cut,
     Part,
@@ -65,11 +66,7 @@ class NumpyDataset:
         Raises:
           ValueError: if `batch_size` is not positive.
         """
-        if batch_size < 1:
-            raise ValueError(
-                "`batch_size` must be positive. Received: "
-                f"batch_size={batch_size}. Pass a positive number."
-            )
+        check_number("`batch_size`", batch_size, "Pass a number.", minimum=1)
         return NumpyDataset(self.arrays, batch_size, drop_remainder)
 
     def __len__(self) -> int:

@@ -68,15 +68,14 @@ class TorchSource(LoadedSource):
     ) -> None:
         loader = data
         if not isinstance(data, _data().DataLoader):
-            loader = _data().DataLoader(data, batch_size=batch_size or 32)
+            size = batch_size or 32
+            loader = _data().DataLoader(data, size, shuffle)
         is_divided = False
         if num_processes > 1 and not is_local(num_processes, policy):
             is_divided = _is_divided(loader, num_processes, process_index)
         is_iterable = isinstance(loader.dataset, _data().IterableDataset)
         if type(loader) is _data().DataLoader and not is_iterable:
-            should_shuffle = shuffle and loader is not data
-            order = seed, process_index, should_shuffle
-            batches = _IndexedBatches(loader, *order)
+            batches = _IndexedBatches(loader, seed, process_index)
         else:
             batches = _IteratedBatches(loader, seed)
         super().__init__(batches, num_processes, policy, is_divided=is_divided)
@@ -109,20 +108,13 @@ class _IndexedBatches:
 
     has_checksums = False
 
-    def __init__(
-        self,
-        loader: Dataset,
-        seed: int,
-        process_index: int,
-        should_shuffle: bool,
-    ) -> None:
+    def __init__(self, loader: Dataset, seed: int, process_index: int) -> None:
         self._loader = loader
         self._sampler, collate = loader.batch_sampler, loader.collate_fn
         self.is_by_rows = collate is _data().default_collate
         if self._sampler is None:
             self._sampler, self.is_by_rows = loader.sampler, False
         self._process_index = process_index
-        self._should_shuffle = should_shuffle
         self.seed = _find_seed(loader, seed)
         self._keys = _Keys()
         self._inner: Any = None
@@ -142,14 +134,12 @@ class _IndexedBatches:
                 yield take(_to_arrays(batch), cut, **options)
             return
         plan, ahead = itertools.tee(_plan_reads(keys, cut))
-        needed = (wanted[0] for wanted in ahead if wanted[0] is not None)
+        needed = (wanted for wanted, *_ in ahead)
         items = self._read_items(needed, epoch, start)
-        no_rows: Tree = None
-        for wanted, count, rows, checksum in plan:
-            data = no_rows if wanted is None else _to_arrays(next(items))
-            if no_rows is None:
-                no_rows = jax.tree.map(lambda leaf: leaf[:0], data)
-            data = data if count else no_rows
+        for (_, count, rows, checksum), item in zip(plan, items, strict=True):
+            data = _to_arrays(item)
+            if not count:
+                data = jax.tree.map(lambda leaf: leaf[:0], data)
             yield Part(data=data, rows=rows, checksum=checksum)
 
     def _read_keys(self, epoch: int, start: int) -> Iterator[Any]:
@@ -174,7 +164,7 @@ class _IndexedBatches:
         rows = len(sampler.data_source)
         if shuffled and (sampler.replacement or sampler.num_samples != rows):
             return None
-        if shuffled or self._should_shuffle:
+        if shuffled:
             return np.random.default_rng(key).permutation(rows)
         return range(rows)
 
@@ -202,14 +192,10 @@ def _plan_reads(
     batches: Iterator[Any], cut: Cut
 ) -> Iterator[tuple[Any, int, int, int]]:
     """Yields (keys to read, num_own_rows, num_rows, checksum) per batch."""
-    is_first = True
     for keys in batches:
         begin, end = cut(len(keys))
-        needed = keys[begin:end]
-        if begin == end:
-            # At least one row of the first batch is read, for its shapes.
-            needed = keys[:1] if is_first else None
-        is_first = False
+        # At least one row is read: without rows, the shapes are needed.
+        needed = keys[begin:end] if begin < end else keys[:1]
         checksum = zlib.crc32(f"{keys[0]} {keys[-1]}".encode())
         yield needed, end - begin, len(keys), checksum
 
@@ -283,8 +269,7 @@ def _is_divided(loader: Dataset, count: int, process_index: int) -> bool:
         raise ValueError(
             "A `DistributedSampler` must divide the rows among the processes. "
             f"Received: rank={place[0]}, num_replicas={place[1]} in process "
-            f"{process_index} of {count}. Remove it, because the strategy "
-            "shards the rows."
+            f"{process_index} of {count}. Remove it: the strategy shards rows."
         )
     repeated = sampler.total_size - len(sampler.dataset)
     if repeated > 0:

@@ -276,8 +276,7 @@ def _check_elements(element_spec: Tree) -> None:
             raise TypeError(
                 "The elements of a dataset must be dense tensors. Received: "
                 f"{spec}. Use `dataset.map(tf.sparse.to_dense)` for sparse "
-                "tensors, and `.to_tensor()` or `padded_batch` for ragged "
-                "tensors."
+                "tensors, and `.to_tensor()` or `padded_batch` for ragged ones."
             )
         if spec.dtype in (tf.string, tf.resource, tf.variant):
             raise TypeError(

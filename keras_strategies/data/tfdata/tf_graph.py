@@ -6,7 +6,7 @@ lists the names of the nodes in such graphs.
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -209,21 +209,6 @@ def list_scopes(graph: Graph) -> list[Scope]:
                     body = bodies.pop(name)
                     found.append(Scope(body, scope.caller or node))
     return found
-
-
-def find_nodes(
-    graph: Graph, kinds: Collection[str]
-) -> list[tuple[Scope, Node]]:
-    """Returns the nodes with the given operations, and their scopes.
-
-    Searches the graph and all functions that it calls.
-    """
-    return [
-        (scope, node)
-        for scope in list_scopes(graph)
-        for node in scope.nodes
-        if get_kind(node) in kinds
-    ]
 
 
 def find_sink(top: Scope) -> Node:

@@ -17,7 +17,6 @@ from keras_strategies.data.tfdata.tf_graph import (
     Graph,
     Node,
     Scope,
-    find_nodes,
     find_sink,
     get_kind,
     iterate_inputs,
@@ -145,12 +144,10 @@ def find_shuffles(
                 yield scope, node, *SEED_INPUTS[node.op]
             elif _DRAWS.fullmatch(node.op):
                 raise RuntimeError(
-                    "To reproduce the order of a tf.data pipeline, this "
-                    "library must know all of its operations that shuffle. "
-                    f"Received: the unknown operation {node.op!r} of "
-                    f"TensorFlow {tensorflow().__version__}. Shuffle with "
-                    "`dataset.shuffle`, or use `ks.data.files(shuffle=True)` "
-                    "or grain."
+                    "The order of this tf.data pipeline cannot be reproduced, "
+                    f"because {node.op!r} of TensorFlow "
+                    f"{tensorflow().__version__} is unknown. Use "
+                    "`dataset.shuffle`, `ks.data.files` or grain."
                 )
 
 
@@ -256,8 +253,13 @@ def find_shards(graph: Graph) -> list[tuple[Scope, Node, Any]]:
 
     The number is None if it is not a constant.
     """
-    place, nodes = INPUTS["ShardDataset"]["num_shards"], {"ShardDataset"}
-    return [(s, n, s.value(n, place)) for s, n in find_nodes(graph, nodes)]
+    place = INPUTS["ShardDataset"]["num_shards"]
+    return [
+        (scope, node, scope.value(node, place))
+        for scope in list_scopes(graph)
+        for node in scope.nodes
+        if get_kind(node) == "ShardDataset"
+    ]
 
 
 def find_hints(graph: Graph) -> list[tuple[Scope, Node]]:

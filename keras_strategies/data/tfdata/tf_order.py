@@ -184,7 +184,9 @@ class EpochDatasets:
             handle = type(node)(op="DummySeedGenerator")
             if seeds == [0, 0]:  # The user has set no seed.
                 numbers = (self._seed, epoch if begins else 0, number)
-                seeds = _mix(*numbers)
+                sequence = np.random.SeedSequence(numbers)
+                state = sequence.generate_state(2, np.uint64)
+                seeds = [int(value >> 1) for value in state]
             elif not scope.caller and epoch and begins and None not in seeds:
                 # Continues with the generator state that tf.data would have
                 # after the earlier epochs.
@@ -196,12 +198,6 @@ class EpochDatasets:
             if generator is not None:
                 scope.feed(node, generator, handle)
         return kept
-
-
-def _mix(*numbers: int) -> list[int]:
-    """Computes two seeds from the given numbers."""
-    state = np.random.SeedSequence(numbers).generate_state(2, np.uint64)
-    return [int(value >> 1) for value in state]
 
 
 def _make_generator(seeds: list[Any], draws: int) -> tuple[Node, Any]:

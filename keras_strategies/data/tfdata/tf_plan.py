@@ -94,9 +94,8 @@ def _check_split(split: FileSplit, num_processes: int) -> None:
     """
     if split.obstacle is not None:
         raise ValueError(
-            "`AutoShardPolicy.FILE` needs a dataset that reads at least one "
-            "file for each process. Received: a dataset that cannot be split "
-            f"among {num_processes} processes, because {split.obstacle}. Use "
+            "`AutoShardPolicy.FILE` cannot split this dataset among "
+            f"{num_processes} processes, because {split.obstacle}. Use "
             "`AutoShardPolicy.DATA`, or write more files."
         )
     if split.doubt is not None:
@@ -124,18 +123,16 @@ def _check_shards(
     if policy is _Policy.HINT and not has_hint:
         raise ValueError(
             "`AutoShardPolicy.HINT` needs a `dataset.shard(SHARD_HINT, ...)`. "
-            "The dataset has no such `shard`. Add one where the "
-            "rows should be split, or use `AutoShardPolicy.OFF` if every "
-            "process should read all rows."
+            "Add one where the rows should be split, or use "
+            "`AutoShardPolicy.OFF` if every process should read all rows."
         )
     is_split = graph is not None and any(
         count == num_processes for _, _, count in find_shards(graph)
     )
     if is_split and policy not in (_Policy.HINT, _Policy.OFF):
         raise ValueError(
-            "A dataset that is already split with `shard` must not be split "
-            f"again. Received: a dataset with `.shard({num_processes}, ...)` "
-            f"in a job with {num_processes} processes, and "
+            f"A dataset with `.shard({num_processes}, ...)` must not be split "
+            f"again among {num_processes} processes. Received: "
             f"`AutoShardPolicy.{policy.name}`. Set `options."
             "experimental_distribute.auto_shard_policy` to OFF, or remove the "
             "`shard`."
@@ -145,9 +142,8 @@ def _check_shards(
 def _check_inspectable(dataset: Dataset, graph: Graph | None) -> None:
     if graph is None and not is_plain(dataset):
         raise ValueError(
-            "With several processes, TensorFlow must be able to convert a "
-            "tf.data.Dataset to a graph. This dataset cannot be converted, "
-            "because it contains arrays of 2 GiB or more, or operations from "
-            "another library. Pass the arrays themselves, read them from "
-            "files, or use `AutoShardPolicy.OFF`."
+            "Several processes cannot share this tf.data.Dataset, because it "
+            "contains arrays of 2 GiB or more, or operations from another "
+            "library. Pass the arrays themselves, read them from files, or use "
+            "`AutoShardPolicy.OFF`."
         )

@@ -87,7 +87,6 @@ def explain_input(
     if policy is summary.applied:
         reason = "the policy was chosen"
     notes = [str(w.message) for w in caught if w.category is UserWarning]
-    notes += summary.notes
     size = source.batch_size
     if size is None and source.num_batches != 0:
         size = source.likely_size

@@ -328,8 +328,8 @@ def test_patterns(tmp_path):
     ("reader", "options", "message"),
     [
         ("csv", {}, "'npz', 'npy' or a function.*Received: 'csv'"),
-        ("npz", {"batch_size": 0}, "must be positive.*batch_size=0"),
-        ("npz", {"shuffle": -1}, "must be positive.*shuffle=-1"),
+        ("npz", {"batch_size": 0}, "`batch_size` must be >= 1"),
+        ("npz", {"shuffle": -1}, "`shuffle` must be >= 0"),
     ],
 )
 def test_arguments_that_do_not_fit(tmp_path, reader, options, message):
