@@ -183,8 +183,7 @@ class Checkpoint(CheckpointCallback):
 
     def after_batch(self, loop: FitState) -> None:
         """Saves if a save is due, or if SIGTERM asks the process to exit."""
-        every = self._every_steps
-        is_due = every is not None and self._is_due(loop.num_steps, every)
+        is_due = self._is_step_due(loop.num_steps)
         if self._clock is not None and self._clock.is_due(loop.num_steps):
             is_due = True
         # The last step of an epoch is saved by `after_epoch` instead, so that
@@ -202,17 +201,19 @@ class Checkpoint(CheckpointCallback):
         if self._notice.came:
             self._end_preempted(loop)
 
-    def _is_due(self, num_steps: int, every: int) -> bool:
+    def _is_step_due(self, num_steps: int) -> bool:
         # An execution of several steps may end after a multiple of `every`, not
         # at it.
+        every = self._every_steps
+        if every is None:
+            return False
         return num_steps // every > (self._saved or 0) // every
 
     def after_epoch(self, loop: FitState, logs: dict[str, Any]) -> None:
         """Saves if a save is due, or if this was the last epoch."""
         every = self._every_epochs
         is_due = every is not None and loop.epoch % every == 0
-        if self._every_steps is not None:
-            is_due |= self._is_due(loop.num_steps, self._every_steps)
+        is_due |= self._is_step_due(loop.num_steps)
         if self._clock is not None:
             is_due |= self._clock.is_waiting
         if is_due or loop.is_last_epoch or self._notice.came:
@@ -247,17 +248,15 @@ class Checkpoint(CheckpointCallback):
             raise FileNotFoundError(
                 "`resume=True` needs a checkpoint to resume from. Received: "
                 f"the directory {self.directory!r}, which contains no valid "
-                "checkpoint. Pass the directory of the run to resume. To start "
-                "from scratch if no checkpoint exists, pass "
-                "`resume='auto'`."
+                "checkpoint. Pass another directory, or `resume='auto'` to "
+                "start from scratch."
             )
         if self._resume is False and step is not None:
             raise FileExistsError(
                 "`resume=False` starts from scratch and needs a directory "
                 f"without checkpoints. Received: {self.directory!r}, which "
                 f"contains a checkpoint of step {step}. Pass another "
-                "directory, delete this one, or pass `resume='auto'` to "
-                "resume from the checkpoint."
+                "directory, delete this one, or pass `resume='auto'`."
             )
 
     def _resume_from(self, loop: FitState, step: int) -> None:

@@ -154,8 +154,7 @@ class Points:
             warnings.warn(
                 "`Scalars` could not write to its directory, so it writes no "
                 f"further points in this run. Received: {self._directory!r}: "
-                f"{error!r}. Free space on the disk, or choose "
-                "another directory.",
+                f"{error!r}. Free space on the disk, or use another directory.",
                 RuntimeWarning,
                 stacklevel=4,
             )

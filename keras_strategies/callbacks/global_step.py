@@ -5,7 +5,7 @@ import weakref
 
 import keras
 
-from keras_strategies.fit.binding import find_binding
+from keras_strategies.fit.binding import Binding, find_binding
 from keras_strategies.step.step_functions import Trained
 from keras_strategies.variables.model_variables import (
     count_optimizer_steps,
@@ -51,16 +51,33 @@ class GlobalStep:
         """Sets the number of completed steps, to resume from it."""
         self._start, self._base = step, self._counts.steps
 
-    def follow(self, model: keras.Model) -> None:
+    def follow(self, model: keras.Model, name: str) -> Binding:
         """Counts the steps of the given model from now on.
 
         If a different model was followed before, `settle` determines the
         number of steps to start from.
+
+        Args:
+          model: The model.
+          name: The name of the callback, for errors.
+
+        Returns:
+          The model's binding to its strategy.
+
+        Raises:
+          RuntimeError: if no strategy distributes the model.
         """
+        binding = find_binding(model)
+        if binding is None:
+            raise RuntimeError(
+                f"`{name}` can only follow a model that a strategy "
+                f"distributes. Received: {model.name!r}, which was compiled "
+                "outside a strategy's scope. Compile it in `with "
+                "ks.MirroredStrategy().scope():`, which also works with one "
+                "device."
+            )
         if self._model is not None and self._model() is not model:
             self._start = None
-        binding = find_binding(model)
-        assert binding is not None
         counts = binding.trained
         if counts is not self._counts:
             # The counter and the count to subtract from it change together, so
@@ -70,6 +87,7 @@ class GlobalStep:
             if self._start is not None:
                 self._start = step
         self._model = weakref.ref(model)
+        return binding
 
     def settle(self, model: keras.Model) -> None:
         """Starts from the optimizer's step count, unless a start was given."""

@@ -19,7 +19,6 @@ from keras_strategies.callbacks.global_step import (
     GlobalStep,
 )
 from keras_strategies.cluster.checks import check_number, check_type
-from keras_strategies.fit.binding import find_binding
 from keras_strategies.variables.model_variables import (
     read_learning_rates,
 )
@@ -231,16 +230,7 @@ class Scalars(keras.callbacks.Callback):
     # Implementation.
 
     def _follow(self) -> None:
-        binding = find_binding(self._fitted)
-        if binding is None:
-            raise RuntimeError(
-                "`Scalars` can only follow a model that a strategy "
-                f"distributes. Received: {self._fitted.name!r}, which was "
-                "compiled outside a strategy's scope. Compile the model in "
-                "`with ks.MirroredStrategy().scope():`, which also works with "
-                "one device."
-            )
-        self._step.follow(self._fitted)
+        binding = self._step.follow(self._fitted, "Scalars")
         self._is_writer = binding.is_chief
 
     def _resume_writing(self) -> None:

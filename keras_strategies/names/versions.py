@@ -75,11 +75,9 @@ def check_versions() -> None:
             )
         if number >= BELOW[package] and os.environ.get(SILENCE) != "1":
             warnings.warn(
-                "keras_strategies uses private names of Keras and JAX, and may "
-                f"only work with the tested versions: {package} "
-                f"{TESTED[package]}. Received: {package} {version}. "
-                f"{_advise_install(package)} To continue without this warning, "
-                f"set {SILENCE}=1.",
+                "keras_strategies may only work with the tested versions: "
+                f"{package} {TESTED[package]}. Received: {package} {version}. "
+                f"{_advise_install(package)} Set {SILENCE}=1 to silence this.",
                 stacklevel=4,
             )
 

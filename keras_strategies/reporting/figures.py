@@ -16,10 +16,11 @@ from keras_strategies.names.phases import (
     EVALUATE,
     INPUT,
     PROGRAM,
+    REPORT,
     SAVE,
 )
 from keras_strategies.reporting.advice import AGAIN, EXECUTION, SHAPE
-from keras_strategies.reporting.recorder import COMPILE, REPORT, StepRecorder
+from keras_strategies.reporting.recorder import COMPILE, StepRecorder
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.tpu.chips import find_chip
 from keras_strategies.watchdog.failure_detector import Heartbeat
@@ -31,12 +32,15 @@ Figures = dict[str, Any]
 """The figures of a run, as JSON values."""
 
 
-def compute_figures(recorder: StepRecorder, now: float) -> Figures:
+def compute_figures(
+    recorder: StepRecorder, now: float, peak: float | None = None
+) -> Figures:
     """Returns the figures of a run until now, without advice.
 
     Args:
       recorder: What was recorded.
       now: The time, by the recorder's clock.
+      peak: The result of `find_peak`.
     """
     begun, of = recorder.started_at, recorder.seconds
     started = now if begun is None else begun
@@ -46,7 +50,6 @@ def compute_figures(recorder: StepRecorder, now: float) -> Figures:
         "seconds": 0.0 if begun is None else now - begun - of[REPORT],
         "saves": recorder.saves,
         "compilations": _list_compilations(recorder),
-        "shares": compute_shares(recorder, now),
     }
     if recorder.executions:
         figures["input_ms"] = _MS * of[INPUT] / recorder.executions
@@ -54,8 +57,8 @@ def compute_figures(recorder: StepRecorder, now: float) -> Figures:
         figures["steps_per_program"] = (
             recorder.launched - recorder.first_steps
         ) / recorder.executions
-    speed = compute_speed(recorder)
-    if speed:
+    speed = compute_speed(recorder, now, peak)
+    if "step_ms" in speed:
         median, p95 = np.quantile(
             list(recorder.times),
             (0.5, 0.95),
@@ -67,23 +70,32 @@ def compute_figures(recorder: StepRecorder, now: float) -> Figures:
     return figures | speed
 
 
-def compute_speed(recorder: StepRecorder) -> dict[str, Any]:
-    """Returns a step's mean time, and rows and tokens per second, if known.
+def compute_speed(
+    recorder: StepRecorder, now: float, peak: float | None
+) -> Figures:
+    """Returns the shares, a step's mean time and, if known, other speeds.
 
-    Callbacks call it in each step, in any thread.
+    These are the rows, tokens and operations per second, and the MFU. Callbacks
+    call it in each step, in any thread. The arguments are those of
+    `compute_figures`.
     """
+    speed: Figures = {"shares": compute_shares(recorder, now)}
     steps, seconds = recorder.steps, recorder.window_seconds
     if not steps or seconds <= 0:
-        return {}
-    shapes = recorder.shapes.values()
+        return speed
+    shapes = list(recorder.shapes.values())
     share = steps / recorder.launched
-    rows = share * sum(s.rows * s.steps for s in shapes)
-    tokens = share * sum(s.tokens * s.steps for s in shapes)
-    speed: dict[str, Any] = {"step_ms": {"mean": _MS * seconds / steps}}
-    if rows:
+    speed["step_ms"] = {"mean": _MS * seconds / steps}
+    if rows := share * sum(s.rows * s.steps for s in shapes):
         speed["rows_per_sec"] = rows / seconds
-    if tokens:
+    if tokens := share * sum(s.tokens * s.steps for s in shapes):
         speed["tokens_per_sec"] = tokens / seconds
+    known = [s.steps * s.flops for s in shapes if s.flops is not None]
+    if len(known) == len(shapes) and sum(known):
+        mean = sum(known) / sum(s.steps for s in shapes)
+        speed["flops_per_sec"] = steps / seconds * mean
+        if peak is not None:
+            speed["mfu"] = speed["flops_per_sec"] / peak
     return speed
 
 
@@ -114,36 +126,29 @@ def compute_shares(recorder: StepRecorder, now: float) -> dict[str, float]:
 
 
 def _list_compilations(recorder: StepRecorder) -> dict[str, Any]:
-    made = recorder.compilations
-    longest = sorted(made.seconds, key=lambda name: -made.seconds[name])
-    repeated = (SHAPE, EXECUTION, AGAIN)
+    seconds, repeated = recorder.compile_seconds, (SHAPE, EXECUTION, AGAIN)
+    causes = [
+        {"cause": name, "count": recorder.compiled[name], "seconds": spent}
+        for name, spent in seconds.items()
+    ]
     return {
-        "count": made.counts.total(),
-        "seconds": sum(made.seconds.values()),
+        "count": recorder.compiled.total(),
+        "seconds": sum(seconds.values()),
         "step_seconds": sum(
             spent
-            for name, spent in made.seconds.items()
+            for name, spent in seconds.items()
             if name.startswith(repeated)
         ),
-        "causes": [
-            {
-                "cause": name,
-                "count": made.counts[name],
-                "seconds": made.seconds[name],
-            }
-            for name in longest[:_MAX_CAUSES]
-        ],
+        "causes": sorted(causes, key=lambda one: -one["seconds"])[:_MAX_CAUSES],
     }
 
 
 def pick_logs(figures: Mapping[str, Any]) -> dict[str, float]:
     """Returns the figures that are added to the logs of `fit`."""
-    logs: dict[str, float] = {}
+    names = ("rows_per_sec", "tokens_per_sec", "mfu")
+    logs = {name: figures[name] for name in names if name in figures}
     if "step_ms" in figures:
         logs["step_ms"] = figures["step_ms"]["mean"]
-    for name in ("rows_per_sec", "tokens_per_sec", "mfu"):
-        if name in figures:
-            logs[name] = figures[name]
     if figures.get("shares"):
         logs["input_share"] = figures["shares"]["input"]
     return logs
@@ -188,42 +193,17 @@ def _is_measured(heartbeat: Heartbeat) -> bool:
 _MAX_SHAPES = 8
 
 
-class FlopsCounter:
-    """Counts the operations of a model's steps, once for each shape.
+def find_peak(mesh: ReplicaMesh) -> float | None:
+    """Returns the operations per second of all devices together, if known."""
+    chip = find_chip(mesh.devices[0])
+    return None if chip is None else chip.flops * len(mesh.devices)
 
-    Args:
-      model: The model.
-      mesh: The mesh of its replicas.
-    """
 
-    def __init__(self, model: keras.Model, mesh: ReplicaMesh) -> None:
-        self._model = model
-        chip = find_chip(mesh.devices[0])
-        self.peak = None if chip is None else chip.flops * len(mesh.devices)
-        self._flops: dict[Any, float | None] = {}
-
-    def count(self, recorder: StepRecorder) -> None:
-        """Counts the operations for shapes that are new. Traces the model."""
-        for key, shape in list(recorder.shapes.items())[:_MAX_SHAPES]:
-            if key not in self._flops:
-                self._flops[key] = None
-                # A model that cannot be traced has no operations to report.
-                with contextlib.suppress(Exception):
-                    self._flops[key] = count_model_flops(self._model, shape.x)
-
-    def compute(self, recorder: StepRecorder) -> dict[str, float]:
-        """Returns the operations per second and the MFU, if they are known."""
-        steps = total = 0.0
-        for key, shape in recorder.shapes.items():
-            flops = self._flops.get(key)
-            if flops is None:
-                return {}
-            steps += shape.steps
-            total += shape.steps * flops
-        if not total or recorder.window_seconds <= 0:
-            return {}
-        rate = recorder.steps / recorder.window_seconds * total / steps
-        found = {"flops_per_sec": rate}
-        if self.peak is not None:
-            found["mfu"] = rate / self.peak
-        return found
+def count_flops(model: keras.Model, recorder: StepRecorder) -> None:
+    """Counts the operations of steps of new shapes. Traces the model."""
+    for shape in list(recorder.shapes.values())[:_MAX_SHAPES]:
+        if shape.x is not None:
+            # A model that cannot be traced has no operations to report.
+            with contextlib.suppress(Exception):
+                shape.flops = count_model_flops(model, shape.x)
+            shape.x = None

@@ -17,11 +17,12 @@ from keras_strategies.names.phases import (
     INPUT,
     PROGRAM,
     READ,
+    REPORT,
     SAVE,
+    recording,
 )
 from keras_strategies.reporting.advice import AGAIN, EXECUTION, FIRST, SHAPE
-from keras_strategies.reporting.compilations import (
-    Compilations,
+from keras_strategies.reporting.shapes import (
     ShapeCount,
     Signature,
     describe,
@@ -31,12 +32,15 @@ from keras_strategies.reporting.compilations import (
 from keras_strategies.spmd.batches import Execution, Segment
 
 _MAX_SHAPES = 1000
+_MAX_CAUSES = 100
+_MAX_LENGTH = 200
+_OTHERS = "other programs"
+# JAX's events of a program that is traced, lowered and compiled.
+_EVENTS = "/jax/core/compile/"
+_COMPILED = "/jax/core/compile/backend_compile_duration"
 
 COMPILE = "compile"
 """Tracing, lowering and compiling, in any phase."""
-
-REPORT = "report"
-"""The report itself works; this is no part of the loop's time."""
 
 _PHASES = (INPUT, PROGRAM, DEVICE, CALLBACKS, SAVE, EVALUATE, COMPILE, REPORT)
 _OUTER = (SAVE, EVALUATE, REPORT)
@@ -60,7 +64,10 @@ class StepRecorder:
       clock: A function that returns the time in seconds.
 
     Attributes:
-      compilations: The compilations, including those of the start-up.
+      compiled: Number of compiled programs by their causes, including those of
+        the start-up.
+      compile_seconds: Seconds of tracing, lowering and compiling by the same
+        causes.
       left_out: The seconds of phases that are no part of a step's time.
       seconds: The seconds of each phase, without those of phases within it.
         Input and callbacks count if the devices had nothing to compute at
@@ -86,9 +93,11 @@ class StepRecorder:
     ) -> None:
         self._has_tokens, self._clock = has_tokens, clock
         self._thread = get_ident()
-        self.compilations = Compilations(
-            self._find_cause, self._note_compiling, clock
-        )
+        self.compiled = collections.Counter[str]()
+        self.compile_seconds = collections.defaultdict[str, float](float)
+        # Tracing a program traces the programs that it calls: of the latest
+        # events, the times when they began, and their seconds.
+        self._nested: list[tuple[float, float]] = []
         self._reading = threading.local()
         self.began_at = clock()
         self.started_at: float | None = None
@@ -119,10 +128,18 @@ class StepRecorder:
         # The number of steps and the time of the loop at the beginning of a
         # window; this time and the phases' seconds when a program was started.
         self.left_out = 0.0
-        self._window, self._start = (
-            (self.launched, now),
-            (now, self.seconds.copy()),
-        )
+        self._window = self.launched, now
+        self._start = now, self.seconds.copy()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listens to phases and to JAX's events while the block runs."""
+        jax.monitoring.register_event_duration_secs_listener(self._hear)
+        try:
+            with recording(self):
+                yield
+        finally:
+            jax.monitoring.unregister_event_duration_listener(self._hear)
 
     # Called by phases. These methods run several times in each step.
 
@@ -183,15 +200,6 @@ class StepRecorder:
         else:
             leaves = jax.tree.leaves(result)
             self._batch = tuple(leaf.shape for leaf in leaves)
-
-    @contextlib.contextmanager
-    def pausing(self) -> Iterator[None]:
-        """Leaves out the time of the block, in which the report works."""
-        self.begin(REPORT)
-        try:
-            yield
-        finally:
-            self.end(REPORT, None)
 
     # Steps.
 
@@ -317,11 +325,32 @@ class StepRecorder:
 
     # Compilations.
 
-    def _note_compiling(self, seconds: float) -> None:
-        self.seconds[COMPILE] += seconds
-        self.left_out += seconds
+    def _hear(
+        self, event: str, duration_secs: float, **kwargs: str | int
+    ) -> None:
+        is_ours = get_ident() == self._thread
+        if not is_ours or not event.startswith(_EVENTS):
+            return
+        cause = self._find_cause(str(kwargs.get("fun_name", "a program")))
+        if cause is None:
+            return
+        began, new = self._clock() - duration_secs, duration_secs
+        while self._nested and self._nested[-1][0] >= began:
+            new -= self._nested.pop()[1]
+        self._nested = [*self._nested[-_MAX_CAUSES:], (began, duration_secs)]
+        new = max(new, 0.0)
+        if len(cause) > _MAX_LENGTH:
+            # A batch may have hundreds of arrays.
+            cause = f"{cause[:_MAX_LENGTH]}..."
+        known = self.compile_seconds
+        if len(known) >= _MAX_CAUSES and cause not in known:
+            cause = _OTHERS
+        self.compiled[cause] += event == _COMPILED
+        self.compile_seconds[cause] += new
+        self.seconds[COMPILE] += new
+        self.left_out += new
         if self._open:
-            self._open[-1][2] += seconds
+            self._open[-1][2] += new
 
     def _find_cause(self, program: str) -> str | None:
         names = {phase[0] for phase in self._open}
@@ -347,10 +376,5 @@ def _take_output(result: Any) -> Any:
     """Returns an output of a program that is never donated, or None."""
     if result is None:
         return None
-    first = result[0]
-    if type(first) is dict:
-        output = next(iter(first.values()), None)
-        if hasattr(output, "is_ready"):
-            return output
-    leaves = jax.tree.leaves(first) or jax.tree.leaves(result)
-    return leaves[0] if leaves else None
+    leaves = jax.tree.leaves(result[0]) or jax.tree.leaves(result)
+    return next((leaf for leaf in leaves if hasattr(leaf, "is_ready")), None)

@@ -13,7 +13,6 @@ from rich.console import Console
 from keras_strategies._types import Logs
 from keras_strategies.callbacks.global_step import GlobalStep
 from keras_strategies.cluster.checks import check_number
-from keras_strategies.fit.binding import find_binding
 from keras_strategies.fit.callbacks.callback_list import (
     ReportCallback,
 )
@@ -21,15 +20,19 @@ from keras_strategies.fit.callbacks.resumable_fit import (
     find_fit_state,
 )
 from keras_strategies.keras_bridge.model_flops import embeds_tokens
+<<<<<<< HEAD
 from keras_strategies.names.phases import recording
+=======
+from keras_strategies.names.phases import REPORT, Phase, parse_steps
+>>>>>>> af6ff66d (A report's recorder hears compilations itself, and shapes count their operations)
 from keras_strategies.reporting import document as files
 from keras_strategies.reporting.advice import write_advice
 from keras_strategies.reporting.figures import (
-    FlopsCounter,
     compare_processes,
     compute_figures,
-    compute_shares,
     compute_speed,
+    count_flops,
+    find_peak,
     pick_logs,
 )
 from keras_strategies.reporting.recorder import StepRecorder
@@ -118,7 +121,7 @@ class RunReport(ReportCallback):
         # The report before this start, and with it.
         self._earlier: files.Document | None = None
         self._document: files.Document | None = None
-        self._flops: FlopsCounter | None = None
+        self._peak: float | None = None
         self._is_chief, self.is_done = True, False
         self.figures: dict[str, Any] = dict(files.EMPTY)
         self._write_at = 0.0
@@ -134,18 +137,9 @@ class RunReport(ReportCallback):
         """Starts to record; reads an earlier report."""
         model = self._fitted
         assert model is not None
-        binding = find_binding(model)
-        if binding is None:
-            raise RuntimeError(
-                "`RunReport` can only report the fit of a model that a "
-                f"strategy distributes. Received: {model.name!r}, which was "
-                "compiled outside a strategy's scope. Compile the model in "
-                "`with ks.MirroredStrategy().scope():`, which also works with "
-                "one device."
-            )
+        binding = self._step.follow(model, "RunReport")
         self._start(is_chief=binding.is_chief, model=model)
-        self._step.follow(model)
-        self._flops = FlopsCounter(model, binding.owner.mesh)
+        self._peak = find_peak(binding.owner.mesh)
 
     def _start(
         self, *, is_chief: bool, model: keras.Model | None = None
@@ -153,7 +147,7 @@ class RunReport(ReportCallback):
         """Starts to record; reads an earlier report."""
         self.close()
         self._fitted, self._is_chief = model, is_chief
-        self._earlier = self._document = self._flops = None
+        self._earlier = self._document = self._peak = None
         loop = None if model is None else find_fit_state(model)
         directory = None if loop is None else loop.directory
         if self._directory is not None:
@@ -167,8 +161,7 @@ class RunReport(ReportCallback):
         self._recorder = recorder = StepRecorder(has_tokens=has_tokens)
         self._write_at, self.is_done = 0.0, False
         self.figures = dict(files.EMPTY)
-        self._stack.enter_context(recorder.compilations.listening())
-        self._stack.enter_context(recording(recorder))
+        self._stack.enter_context(recorder.listening())
         runner = watchdog.get_runner()
         if runner is not None:
             runner.measure_steps = recorder.measure_local
@@ -193,7 +186,7 @@ class RunReport(ReportCallback):
             return
         # Keras has fetched the epoch's logs, so all steps have ended.
         recorder.wait()
-        if self._flops is not None and self._flops.peak is not None:
+        if self._peak is not None:
             # The logs contain the MFU only for known chips.
             self._count_flops()
         if isinstance(logs, dict):
@@ -204,12 +197,8 @@ class RunReport(ReportCallback):
         """Adds the time of a step, speeds and the share of input to logs."""
         recorder = self._recorder
         if recorder is not None:
-            shares = compute_shares(recorder, time.perf_counter())
-            logs |= pick_logs(
-                {"shares": shares}
-                | compute_speed(recorder)
-                | self._compute_flops(recorder)
-            )
+            now = time.perf_counter()
+            logs |= pick_logs(compute_speed(recorder, now, self._peak))
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Notes that the training has ended; `close` writes the report."""
@@ -250,8 +239,7 @@ class RunReport(ReportCallback):
         if self._recorder is None:
             raise RuntimeError(
                 "`RunReport.step` must be called between `begin` and `finish`. "
-                "Write "
-                "`with report:` around the loop."
+                "Write `with report:` around the loop."
             )
         self._recorder.begin_step(rows, tokens)
         yield
@@ -308,12 +296,9 @@ class RunReport(ReportCallback):
     # Implementation.
 
     def _count_flops(self) -> None:
-        if self._flops is not None and self._recorder is not None:
-            with self._recorder.pausing():
-                self._flops.count(self._recorder)
-
-    def _compute_flops(self, recorder: StepRecorder) -> dict[str, float]:
-        return {} if self._flops is None else self._flops.compute(recorder)
+        if self._fitted is not None and self._recorder is not None:
+            with Phase(REPORT):
+                count_flops(self._fitted, self._recorder)
 
     def _write_if_due(self) -> None:
         if time.monotonic() >= self._write_at:
@@ -323,8 +308,7 @@ class RunReport(ReportCallback):
         recorder, document = self._recorder, self._document
         if recorder is None or document is None:
             return
-        figures = compute_figures(recorder, time.perf_counter())
-        figures |= self._compute_flops(recorder)
+        figures = compute_figures(recorder, time.perf_counter(), self._peak)
         model = self._fitted
         figures["is_eager"] = model is not None and model.run_eagerly
         heartbeats = watchdog.get_heartbeats()

@@ -124,17 +124,16 @@ def run_processes(
         results = list(map(_result, running, paths))
     if is_late:
         raise TimeoutError(
-            f"{target!r} must finish within `timeout_s`. Received: "
-            f"{num_processes} processes, of which at least one was still "
-            f"running after {timeout_s:.0f} s. Check the output of each "
-            "process, shown below, or pass a larger `timeout_s`."
+            f"{target!r} must finish within `timeout_s`, but at least one of "
+            f"{num_processes} processes was still running after "
+            f"{timeout_s:.0f} s. Check their output below, or pass a larger "
+            "`timeout_s`."
             f"{_format_outputs(results)}"
         )
     if must_succeed and any(result.returncode for result in results):
         raise RuntimeError(
-            f"{target!r} must succeed in all {len(results)} processes. "
-            "At least one exit status is not 0. Check the "
-            "output of each process, shown below."
+            f"{target!r} must succeed in all {len(results)} processes, but at "
+            "least one exit status is not 0. Check their output below."
             f"{_format_outputs(results)}"
         )
     return results

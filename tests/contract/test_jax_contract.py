@@ -503,7 +503,7 @@ def test_what_a_trace_depends_on_is_one_key():
 
 
 def test_compilations_are_told_to_listeners_with_their_names():
-    """With the names of events: reporting/compilations.py."""
+    """With the names of events: reporting/recorder.py."""
     heard = []
 
     def listen(event, duration_secs, **kwargs):

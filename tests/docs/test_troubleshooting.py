@@ -266,7 +266,7 @@ def weights_twice(directory):
 
 
 CASES = {
-    "keras_strategies uses private names": untested_version,
+    "keras_strategies may only work with": untested_version,
     "This TensorFlow name": lambda _: ks.ParameterServerStrategy,
     "Unknown device": lambda _: ks.MirroredStrategy(["gpu:9"]),
     "A TPU system needs TPUs": tpu_system,

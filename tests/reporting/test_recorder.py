@@ -10,6 +10,7 @@ from keras_strategies.names.phases import (
     INPUT,
     PROGRAM,
     READ,
+    REPORT,
     SAVE,
 )
 from keras_strategies.reporting.figures import compute_figures
@@ -132,7 +133,7 @@ def test_evaluations_are_no_part_of_steps():
 
 def test_compilations_are_no_part_of_steps_or_phases():
     loop = Loop()
-    listener = loop.recorder.compilations._hear
+    listener = loop.recorder._hear
     loop.step(call_s=0.01)
     for _ in range(4):
         loop.recorder.begin(CALLBACKS)
@@ -155,8 +156,7 @@ def test_the_work_of_the_report_is_no_part_of_callbacks():
     for _ in range(4):
         loop.step(call_s=0.01)
         loop.recorder.begin(CALLBACKS)
-        with loop.recorder.pausing():
-            loop.clock.seconds += 3.0
+        loop.spend(REPORT, 3.0)
         loop.recorder.end(CALLBACKS, None)
     speed, shares = loop.finish()
     assert shares["callbacks"] == pytest.approx(0.0, abs=1e-9)
@@ -168,7 +168,7 @@ def test_local_time_is_that_outside_of_programs_and_of_own_input():
     loop = Loop()
     recorder = loop.recorder
     assert recorder.measure_local() == {}
-    recorder.compilations._hear(
+    recorder._hear(
         "/jax/core/compile/backend_compile_duration", 7.0, fun_name="step"
     )
     for _ in range(11):

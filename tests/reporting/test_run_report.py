@@ -321,7 +321,7 @@ def test_a_fit_of_a_single_long_step(capsys):
 def test_a_plain_model_is_refused():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    with pytest.raises(RuntimeError, match="can only report the fit of a mod"):
+    with pytest.raises(RuntimeError, match="`RunReport` can only follow a mod"):
         fit(RunReport(), model=model)
 
 
