@@ -31,15 +31,9 @@ earlier one is awaited."""
 CALLBACKS = "callbacks"
 """Callbacks run in the thread of the training loop."""
 
-<<<<<<< HEAD
-=======
 REPORT = "report"
 """A report of the loop works; this is no part of the loop's time."""
 
-_STEPS = re.compile(r"(?P<first>\d{1,9})(:(?P<last>\d{1,9}))?", re.ASCII)
-_MAX_STEPS = 1000
-
->>>>>>> af6ff66d (A report's recorder hears compilations itself, and shapes count their operations)
 
 class Recorder(Protocol):
     """An object that is called when phases begin and end, in any thread."""

@@ -20,11 +20,7 @@ from keras_strategies.fit.callbacks.resumable_fit import (
     find_fit_state,
 )
 from keras_strategies.keras_bridge.model_flops import embeds_tokens
-<<<<<<< HEAD
-from keras_strategies.names.phases import recording
-=======
-from keras_strategies.names.phases import REPORT, Phase, parse_steps
->>>>>>> af6ff66d (A report's recorder hears compilations itself, and shapes count their operations)
+from keras_strategies.names.phases import REPORT, Phase
 from keras_strategies.reporting import document as files
 from keras_strategies.reporting.advice import write_advice
 from keras_strategies.reporting.figures import (
