@@ -20,7 +20,6 @@ from keras_strategies.watchdog.preemption import PreemptionNotice
 
 _logger = logging.getLogger(__name__)
 
-_METRICS = "metrics"
 _FIX = "Omit it, or pass a positive number."
 
 
@@ -268,7 +267,7 @@ class Checkpoint(CheckpointCallback):
         if is_new:
             # The metrics start over. With their group removed, they are neither
             # compared with the checkpoint nor restored from it.
-            groups = {n: v for n, v in groups.items() if n != _METRICS}
+            groups = {n: v for n, v in groups.items() if n != "metrics"}
             saved = document["variables"]
             known = {n: v for n, v in saved.items() if n in groups}
             document = document | {"variables": known}
@@ -290,10 +289,9 @@ class Checkpoint(CheckpointCallback):
         if loop.other_batches is not None and not loop.is_over:
             _logger.warning(
                 "The fit in %r resumes in the middle of a pass over the data, "
-                "but the data differ from those of the saved run: %s. The "
-                "position in the data is saved as a number of batches, so "
-                "until the end of this pass rows may be seen twice or not at "
-                "all. Pass the original data and `batch_size`.",
+                "but the data differ from those of the saved run: %s. Until "
+                "the end of this pass rows may be seen twice or not at all. "
+                "Pass the original data and `batch_size`.",
                 self.directory,
                 loop.other_batches,
             )

@@ -252,11 +252,14 @@ def shard_batch(batch: HostBatch, mesh: ReplicaMesh) -> Tree:
             return jax.device_put(batch.data, mesh.devices[0])
         return jax.tree.map(lambda leaf: _on_all_cores(leaf, mesh), batch.data)
     counts = count_rows(batch, mesh)
-    shard = functools.partial(_shard_ragged, counts=counts, mesh=mesh)
-    if len(set(counts)) == 1:
-        block = sum(counts) // mesh.num_readers
-        shard = functools.partial(_shard_evenly, block=block, mesh=mesh)
-    return jax.tree.map(shard, batch.data)
+    if len(set(counts)) > 1:
+        shard = functools.partial(_shard_ragged, counts=counts, mesh=mesh)
+        return jax.tree.map(shard, batch.data)
+    block = sum(counts) // mesh.num_readers
+    return jax.tree.map(
+        lambda leaf: PerReplica.of(put_rows([leaf], block, mesh), ROWS),
+        batch.data,
+    )
 
 
 def count_rows(batch: HostBatch, mesh: ReplicaMesh) -> tuple[int, ...]:
@@ -280,12 +283,6 @@ def _on_all_cores(leaf: np.ndarray, mesh: ReplicaMesh) -> jax.Array:
     return jax.make_array_from_callback(
         leaf.shape, mesh.whole, lambda index: leaf[index]
     )
-
-
-def _shard_evenly(
-    leaf: np.ndarray, block: int, mesh: ReplicaMesh
-) -> PerReplica:
-    return PerReplica.of(put_rows([leaf], block, mesh), ROWS)
 
 
 def _shard_ragged(

@@ -223,9 +223,7 @@ class _Buffer(Generic[Item]):
 
 
 def _close(iterator: object) -> None:
-    close = getattr(iterator, "close", None)
-    if close is not None:
-        close()
+    getattr(iterator, "close", lambda: None)()
 
 
 class Rebatcher:

@@ -45,12 +45,7 @@ def _is_size(value: object) -> bool:
 _PEEKED = {"rows": [_is_size], "is_cut": bool}
 _MARK = int | str | None
 _END = {"rows": None, "checksum?": _MARK, "error?": str}
-_ROWS = {
-    "rows": is_count,
-    "spec": str,
-    "checksum": _MARK,
-    "read?": is_count,
-}
+_ROWS = {"rows": is_count, "spec": str, "checksum": _MARK, "read?": is_count}
 _PLACE = {"place": str}
 
 
@@ -116,11 +111,9 @@ class Steps:
         """
         if self.mesh.num_processes == 1:
             return self._read_alone(epoch, start)
-        parts = (
-            self.source.read(epoch, 0, all_rows)
-            if self.source.is_process_local
-            else self.source.read(epoch, start, self._cut)
-        )
+        is_local = self.source.is_process_local
+        first, cut = (0, all_rows) if is_local else (start, self._cut)
+        parts = self.source.read(epoch, first, cut)
         # Created now and not when a thread reads the first step: all processes
         # must create their agreements in the same order.
         about = f"the data of `{self.name}`"

@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -150,9 +151,12 @@ def train(
             after_save=after_save,
             initialize=initialize,
         )
-        planned_steps = train_callback.count_steps(
-            progress, steps, spec.max_steps, is_infinite=data.is_infinite
-        )
+        # Including those that were done before the call was interrupted.
+        planned_steps = steps
+        if spec.max_steps is not None:
+            planned_steps = spec.max_steps - progress.begun
+        elif steps is None and data.is_infinite:
+            planned_steps = sys.maxsize
         chief_hooks = bundle.chief_hooks if mesh.is_chief else ()
         scalars = records.make_scalars(config, progress.step)
         callbacks = [*chief_hooks, *bundle.hooks, *(spec.hooks or ()), *scalars]

@@ -133,8 +133,7 @@ class EstimatorSpec:
     def __post_init__(self) -> None:
         check_mode("mode", self.mode)
         fix = "Put the layers into a `keras.Model`, and pass it as `model=`."
-        kind = keras.Model
-        check_type("`model`", self.model, kind, "a Keras model", fix)
+        check_type("`model`", self.model, keras.Model, "a Keras model", fix)
         for name in (*_COMPILED, "predictions"):
             _check_symbolic(name, getattr(self, name))
         _check_compiled(self)

@@ -14,7 +14,6 @@ from keras_strategies.estimator.arguments import check_positive
 from keras_strategies.estimator.config.run_checks import check_unsupported
 
 DEFAULT_EXPORTS_TO_KEEP = 5
-_LOSS = "loss"
 _logger = logging.getLogger(__name__)
 
 
@@ -189,7 +188,7 @@ def has_smaller_loss(
     best_eval_result: Mapping[str, Any], current_eval_result: Mapping[str, Any]
 ) -> bool:
     """Returns whether the current loss is smaller than the best one."""
-    return best_eval_result[_LOSS] > current_eval_result[_LOSS]
+    return best_eval_result["loss"] > current_eval_result["loss"]
 
 
 class BestExporter(_ModelExporter):

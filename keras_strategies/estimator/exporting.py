@@ -68,7 +68,11 @@ def export(
         )
     reading.check(path)
     model = _restore_model(make, mode, path, read_features(model_dir))
-    directory = _make_directory(base)
+    os.makedirs(base, exist_ok=True)
+    directory = os.path.join(base, f"temp-{secrets.token_hex(8)}")
+    # As for ordinary directories, the mode is 755 minus the umask. A directory
+    # that `tempfile` creates would have the mode 700.
+    os.mkdir(directory, 0o755)
     try:
         if saved_model:
             _write_saved_model(model, directory)
@@ -178,16 +182,6 @@ def _write_saved_model(model: keras.Model, directory: str) -> None:
 def _make_zeros(num_rows: int, feature: Array) -> np.ndarray:
     """Returns `num_rows` rows of zeros, in the shape and dtype of a feature."""
     return np.zeros((num_rows, *feature.shape[1:]), feature.dtype)
-
-
-def _make_directory(base: str) -> str:
-    """Creates a temporary directory for an export, and returns its path."""
-    os.makedirs(base, exist_ok=True)
-    directory = os.path.join(base, f"temp-{secrets.token_hex(8)}")
-    # As for ordinary directories, the mode is 755 minus the umask. A directory
-    # that `tempfile` creates would have the mode 700.
-    os.mkdir(directory, 0o755)
-    return directory
 
 
 def _put_in_place(directory: str, base: str) -> str:

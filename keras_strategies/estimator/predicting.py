@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_strategies._types import Array, Tree
+from keras_strategies._types import Tree
 from keras_strategies.estimator.inputs import DEFAULT_BATCH_SIZE, Input
 from keras_strategies.estimator.model_fns import ModelBundle
 from keras_strategies.estimator.seam import (
@@ -97,7 +97,7 @@ def iter_rows(predictions: Tree) -> Iterator[Tree]:
     if not isinstance(predictions, Mapping):
         yield from predictions
         return
-    lengths = {name: _count_rows(v) for name, v in predictions.items()}
+    lengths = {n: len(v) if np.ndim(v) else 0 for n, v in predictions.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(
             "All predictions must have the same number of rows to be split "
@@ -106,7 +106,3 @@ def iter_rows(predictions: Tree) -> Iterator[Tree]:
         )
     for index in range(next(iter(lengths.values()), 0)):
         yield {name: value[index] for name, value in predictions.items()}
-
-
-def _count_rows(value: Array) -> int:
-    return np.shape(value)[0] if np.ndim(value) else 0

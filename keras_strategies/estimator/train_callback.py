@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import pathlib
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -153,33 +152,6 @@ def broadcast_from_chief(
         return value
     with Rounds(mesh.processes, name) as rounds:
         return rounds.exchange(value, form)[0]
-
-
-def count_steps(
-    progress: Progress,
-    steps: int | None,
-    max_steps: int | None,
-    *,
-    is_infinite: bool,
-) -> int | None:
-    """Returns the number of steps of a `train` call; None until the data end.
-
-    The number includes steps that were done before the call was interrupted.
-
-    Args:
-      progress: The progress of the training.
-      steps: The argument `steps` of `train`.
-      max_steps: The argument `max_steps` of `train`.
-      is_infinite: Whether the data never end.
-
-    Returns:
-      The number of steps; None to train until the data end.
-    """
-    if max_steps is not None:
-        return max_steps - progress.begun
-    if steps is not None:
-        return steps
-    return sys.maxsize if is_infinite else None
 
 
 def has_steps(

@@ -114,12 +114,9 @@ def _warn_without_evaluator(estimator: Estimator) -> None:
 def _check(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
 ) -> None:
-    for name, value, kind in (
-        ("estimator", estimator, Estimator),
-        ("train_spec", train_spec, TrainSpec),
-        ("eval_spec", eval_spec, EvalSpec),
-    ):
-        check_kind(name, value, kind)
+    check_kind("estimator", estimator, Estimator)
+    check_kind("train_spec", train_spec, TrainSpec)
+    check_kind("eval_spec", eval_spec, EvalSpec)
     config = estimator.config
     if config.task_type == EVALUATOR and config.task_id > 0:
         raise ValueError(

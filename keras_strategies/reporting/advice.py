@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+# The share of the time from which a cause is named.
 _MIN_SHARE = 0.1
-"""The share of the time from which a cause is named."""
+# The share of programs before whose start the devices must have been idle.
 _MIN_IDLE = 0.5
-"""The share of programs before whose start the devices must have been idle."""
+# The time of a batch's input that faster data cannot shorten much.
 _SHORT_MS = 1.0
-"""The time of a batch's input that faster data cannot shorten much."""
 _MAX_SHAPES = 3
 _NEEDED = {"step_ms", "input_ms", "idle"}
 _NO_PROCESS = {"extra_share": 0.0, "input_share": 0.0, "input_ms": 0.0}

@@ -59,14 +59,12 @@ def compute_figures(
         ) / recorder.executions
     speed = compute_speed(recorder, now, peak)
     if "step_ms" in speed:
+        times, counts = list(recorder.times), list(recorder.times.values())
         median, p95 = np.quantile(
-            list(recorder.times),
-            (0.5, 0.95),
-            weights=list(recorder.times.values()),
-            method="inverted_cdf",
+            times, (0.5, 0.95), weights=counts, method="inverted_cdf"
         )
-        speed["step_ms"] |= {"median": float(_MS * median)}
-        speed["step_ms"]["p95"] = float(_MS * p95)
+        quantiles = {"median": float(_MS * median), "p95": float(_MS * p95)}
+        speed["step_ms"] |= quantiles
     return figures | speed
 
 
@@ -110,14 +108,9 @@ def compute_shares(recorder: StepRecorder, now: float) -> dict[str, float]:
     if recorder.started_at is None or now <= recorder.started_at:
         return {}
     of = recorder.seconds
-    seconds = {
-        "input": of[INPUT],
-        "callbacks": of[CALLBACKS],
-        "program": of[PROGRAM] + of[DEVICE],
-        "save": of[SAVE],
-        "compile": of[COMPILE],
-        "evaluate": of[EVALUATE],
-    }
+    named = (INPUT, CALLBACKS, PROGRAM, SAVE, COMPILE, EVALUATE)
+    seconds = {name: of[name] for name in named}
+    seconds[PROGRAM] += of[DEVICE]
     rest = now - recorder.started_at - of[REPORT] - sum(seconds.values())
     seconds["python"] = rest
     seconds = {name: max(spent, 0.0) for name, spent in seconds.items()}
@@ -131,14 +124,11 @@ def _list_compilations(recorder: StepRecorder) -> dict[str, Any]:
         {"cause": name, "count": recorder.compiled[name], "seconds": spent}
         for name, spent in seconds.items()
     ]
+    of_steps = [seconds[name] for name in seconds if name.startswith(repeated)]
     return {
         "count": recorder.compiled.total(),
         "seconds": sum(seconds.values()),
-        "step_seconds": sum(
-            spent
-            for name, spent in seconds.items()
-            if name.startswith(repeated)
-        ),
+        "step_seconds": sum(of_steps),
         "causes": sorted(causes, key=lambda one: -one["seconds"])[:_MAX_CAUSES],
     }
 

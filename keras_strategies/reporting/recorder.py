@@ -43,8 +43,8 @@ COMPILE = "compile"
 """Tracing, lowering and compiling, in any phase."""
 
 _PHASES = (INPUT, PROGRAM, DEVICE, CALLBACKS, SAVE, EVALUATE, COMPILE, REPORT)
+# Phases in which no others are counted.
 _OUTER = (SAVE, EVALUATE, REPORT)
-"""Phases in which no others are counted."""
 
 
 class StepRecorder:
@@ -198,8 +198,7 @@ class StepRecorder:
                 self._add(sign(segment), segment.steps, segment)
             self._begin(sum(s.steps for s in result.segments), now)
         else:
-            leaves = jax.tree.leaves(result)
-            self._batch = tuple(leaf.shape for leaf in leaves)
+            self._batch = tuple(leaf.shape for leaf in jax.tree.leaves(result))
 
     # Steps.
 

@@ -78,7 +78,7 @@ class GrainSource(LoadedSource):
             is_divided = _is_divided(dataset, num_processes, process_index)
             _warn_of_slices(dataset, num_processes, process_index)
         _warn_of_lost_rows(dataset)
-        is_map = _is_a(dataset, "MapDataset")
+        is_map = isinstance(dataset, sys.modules["grain"].MapDataset)
         batches = _MapBatches(dataset) if is_map else _IteratedBatches(dataset)
         super().__init__(batches, num_processes, policy, is_divided=is_divided)
         self.is_infinite = batches.is_infinite
@@ -190,7 +190,7 @@ def _is_divided(
     dataset: Dataset, num_processes: int, process_index: int
 ) -> bool:
     """Returns whether a `DataLoader` is already sharded over the processes."""
-    if not _is_a(dataset, "DataLoader"):
+    if not isinstance(dataset, sys.modules["grain"].DataLoader):
         return False
     # tests/contract/test_data_contract.py checks that it exists.
     options = dataset._shard_options
@@ -329,10 +329,3 @@ def _read_in_threads(
             yield reading.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _is_a(dataset: object, *names: str) -> bool:
-    grain = sys.modules.get("grain")
-    return grain is not None and isinstance(
-        dataset, tuple(getattr(grain, name) for name in names)
-    )

@@ -270,8 +270,8 @@ def _is_seeded(graph: Graph) -> bool:
 def _check_elements(element_spec: Tree) -> None:
     tf = tensorflow()
     for spec in tf.nest.flatten(element_spec):
-        if _is_none(spec):
-            continue
+        if type(spec).__name__ == "NoneTensorSpec":
+            continue  # It describes None.
         if not isinstance(spec, tf.TensorSpec):
             raise TypeError(
                 "The elements of a dataset must be dense tensors. Received: "
@@ -292,11 +292,6 @@ def _check_elements(element_spec: Tree) -> None:
             )
 
 
-def _is_none(spec: object) -> bool:
-    """Returns whether a spec describes None, which contains no tensor."""
-    return type(spec).__name__ == "NoneTensorSpec"
-
-
 def _find_batch_size(dataset: Dataset) -> int | None:
     """Finds the batch size in the shapes or in the last `batch`.
 
@@ -304,7 +299,7 @@ def _find_batch_size(dataset: Dataset) -> int | None:
     """
     tf = tensorflow()
     specs = tf.nest.flatten(dataset.element_spec)
-    shapes = [spec.shape for spec in specs if not _is_none(spec)]
+    shapes = [s.shape for s in specs if isinstance(s, tf.TensorSpec)]
     sizes = {None if shape.rank is None else shape[0] for shape in shapes}
     if None not in sizes:
         return sizes.pop() if len(sizes) == 1 else None

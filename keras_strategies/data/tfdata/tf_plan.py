@@ -20,8 +20,6 @@ from keras_strategies.data.tfdata.tf_nodes import (
 _Policy = AutoShardPolicy
 _NO_FILES = FileSplit(obstacle="it reads no files")
 
-_OR_FILES = ", or `AutoShardPolicy.FILE` to split the files anyway"
-
 
 def plan_shards(
     dataset: Dataset,
@@ -80,8 +78,7 @@ def _warn_of_rows(split: FileSplit, why_not: str, num_processes: int) -> None:
         "A dataset that reads files is divided by rows instead of by files "
         f"(`AutoShardPolicy.DATA`), because {why_not}. Each of the "
         f"{num_processes} processes reads all files and runs the entire input "
-        "pipeline. Set `AutoShardPolicy.DATA` if this is intended"
-        f"{'' if split.obstacle else _OR_FILES}.",
+        "pipeline. Set `AutoShardPolicy.DATA` if this is intended.",
         stacklevel=5,
     )
 

@@ -26,7 +26,6 @@ def _from_cluster() -> Any:
     return dataclasses.field(init=False, repr=False, hash=False)
 
 
-_MODEL_DIR = "model_dir"
 _STEPS, _SECS = "save_checkpoints_steps", "save_checkpoints_secs"
 
 
@@ -174,8 +173,8 @@ class RunConfig:
                     f"{shorten(changes[name])}. Replace {', '.join(_FIELDS)}, "
                     "or change TF_CONFIG and create a new `RunConfig`."
                 )
-        if _MODEL_DIR in changes:
-            changes[_MODEL_DIR] = _convert_path(changes[_MODEL_DIR])
+        if "model_dir" in changes:
+            changes["model_dir"] = _convert_path(changes["model_dir"])
         changes = _switch_save_rule(changes)
         config = copy.copy(self)
         config._set(**changes)

@@ -303,7 +303,8 @@ def _make_hook(
     """Returns a hook that stops training once `rule` holds for a metric."""
     what, fix = "the name of a result", "Pass a name, such as 'accuracy'."
     check_type("`metric_name`", name, str, what, fix)
-    _check_integer("`min_steps`", min_steps)
+    fix = "Pass an integer."
+    check_number("`min_steps`", min_steps, fix, is_optional=False)
 
     def should_stop() -> bool:
         results = records.read(eval_dir or estimator.eval_dir())
@@ -325,9 +326,6 @@ def _make_threshold_rule(
 def _make_stall_rule(
     max_steps: int, is_better: _Comparison
 ) -> Callable[[Values], bool]:
-    _check_integer("The number of steps without improvement", max_steps)
+    name = "The number of steps without improvement"
+    check_number(name, max_steps, "Pass an integer.", is_optional=False)
     return lambda values: has_stalled(values, max_steps, is_better)
-
-
-def _check_integer(name: str, value: object) -> None:
-    check_number(name, value, "Pass an integer.", is_optional=False)

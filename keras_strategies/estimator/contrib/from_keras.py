@@ -20,8 +20,6 @@ from keras_strategies.estimator.seam import (
     shorten,
 )
 
-_SUFFIX = ".keras"
-
 
 def model_to_estimator(
     keras_model: keras.Model | None = None,
@@ -122,7 +120,7 @@ def _check_compiled(model: keras.Model) -> None:
 def _copy(source: Any, path: str) -> None:
     fix = "Pass a `.keras` file."
     check_type("`keras_model_path`", source, (str, os.PathLike), "a path", fix)
-    if pathlib.Path(source).suffix != _SUFFIX:
+    if pathlib.Path(source).suffix != ".keras":
         raise ValueError(
             "`keras_model_path` must be a `.keras` file: other formats may run "
             f"code when they are loaded. Received: {os.fspath(source)!r}. Save "
