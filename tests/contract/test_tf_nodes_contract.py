@@ -113,7 +113,7 @@ def test_an_unknown_operation_that_draws_is_refused():
         output_shapes=[()],
     )
     sampled = tf.data.experimental.from_variant(variant, NUMBERS.element_spec)
-    with pytest.raises(RuntimeError, match="operation 'SamplingDataset' of T"):
+    with pytest.raises(RuntimeError, match="'SamplingDataset' of TensorFlow"):
         tf_nodes.draws_order(tf_graph.write_graph(sampled))
 
 
