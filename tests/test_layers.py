@@ -115,7 +115,7 @@ LOGIC_LINES = {
     "run": 675,
     "spmd": 1540,
     "step": 2547,
-    "strategy": 1734,
+    "strategy": 1733,
     "tape": 445,
     "testing": 150,
     "tpu": 1005,
