@@ -128,6 +128,7 @@ def normalize(line):
     """A line without what differs from run to run."""
     line = re.sub(r"\d[\d,.:]*(e[+-]\d+|dev\d+)?", "0", line)
     line = re.sub(r"(0 ?[-+] ?)+0", "0", line)
+    line = re.sub(r"0[mu]?s/step", "0ms/step", line)
     line = re.sub(r"[─━]+", "─", line)
     return re.sub(r" +", " ", line).rstrip()
 
