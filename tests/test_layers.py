@@ -96,7 +96,7 @@ MAX_LINES = 400
 LOGIC_LINES = {
     "": 121,
     "callbacks": 543,
-    "checkpoint": 1958,
+    "checkpoint": 1995,
     "cli": 1784,
     "cluster": 2430,
     "data": 2778,
@@ -111,7 +111,7 @@ LOGIC_LINES = {
     "names": 251,
     "passes": 4817,
     "planning": 2514,
-    "reporting": 813,
+    "reporting": 808,
     "run": 675,
     "spmd": 1540,
     "step": 2547,

@@ -156,7 +156,11 @@ class Checkpoint:
         that has no variables yet is built first: for the model that is compiled
         with it, or otherwise for the only model among the objects.
 
-        Differs from tf: models must be built before.
+        A model that is not built yet is restored when it is, with the
+        optimizers that are not: when it is called on a batch outside of steps.
+
+        Differs from tf: a model that `fit` or a step would build must be built
+        before, and so must one that has weights already, or no `call`.
 
         Args:
           save_path: A path that `save`, `write`, `latest_checkpoint` or a
@@ -286,7 +290,14 @@ def read_into(
     document = storage.load_document(step)
     where = str(storage.path(step))
     saved = document["variables"]
-    weights.check_built(checkpoint.objects)
+    waiting = weights.defer(
+        checkpoint.objects, lambda late: Checkpoint(**late).restore(where)
+    )
+    if waiting:
+        rest = {n: v for n, v in checkpoint.objects.items() if n not in waiting}
+        if not rest:
+            return list(waiting)
+        checkpoint, is_part = Checkpoint(**rest), True
     weights.build_optimizers(checkpoint.objects, saved)
     groups = checkpoint.groups()
     others = []

@@ -1,9 +1,10 @@
-"""Loading the weights of checkpoints, and building optimizers for them."""
+"""Loading the weights of checkpoints, and restoring what is not built yet."""
 
 import contextlib
+import functools
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -32,14 +33,62 @@ _MAX_SHOWN = 8
 _FIX = "Call the model on one batch, or start its layers with a `keras.Input`."
 
 
-def check_built(objects: Objects) -> None:
-    """Raises ValueError if a model among the objects is not built."""
-    for model in _find_instances(keras.Model, objects):
-        if not model.built:
+def defer(
+    objects: Objects, restore: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
+    """Restores models that are not built when all of them are.
+
+    Args:
+      objects: The objects to restore.
+      restore: Called with the objects that wait, when their models are built.
+
+    Returns:
+      The objects that wait: these models, and optimizers that are not built.
+
+    Raises:
+      ValueError: if a model has weights, or no `call`: `build` may not run.
+    """
+    kinds = (keras.Model, keras.optimizers.Optimizer)
+    models = [m for m in _find_instances(keras.Model, objects) if not m.built]
+    for model in models:
+        if model.weights or type(model).call is keras.Model.call:
             raise ValueError(
                 "A model must be built before a checkpoint is restored into "
                 f"it. Received: {model.name!r}, which is not built. {_FIX}"
             )
+    waiting = {
+        name: value
+        for name, value in objects.items()
+        if models and not all(p.built for p in _find_instances(kinds, value))
+    }
+
+    def restore_if_built() -> None:
+        if all(model.built for model in models):
+            for optimizer in _iter_optimizers(waiting):
+                # The names of its slots do not begin with the model's.
+                optimizer.__dict__["_parent_path"] = ""
+            restore(waiting)
+
+    for model in models:
+        _call_when_built(model, restore_if_built)
+    return waiting
+
+
+def _call_when_built(model: keras.Model, function: Callable[[], None]) -> None:
+    original = model.build
+
+    @functools.wraps(original)
+    def build(*args: Any, **words: Any) -> None:
+        original(*args, **words)
+        if any(v._value is None for v in model.variables):
+            raise RuntimeError(
+                "A model that waits for a checkpoint must be built outside of "
+                f"steps and `fit`. Received: {model.name!r}. {_FIX}"
+            )
+        object.__setattr__(model, "build", original)
+        function()
+
+    object.__setattr__(model, "build", build)
 
 
 def build_optimizers(objects: Objects, saved: Names) -> None:
@@ -143,7 +192,7 @@ def iter_leaves(value: object) -> Iterator[Any]:
         yield from iter_leaves(part)
 
 
-def _find_instances(kind: type, value: object) -> Iterator[Any]:
+def _find_instances(kind: Any, value: object) -> Iterator[Any]:
     return (leaf for leaf in iter_leaves(value) if isinstance(leaf, kind))
 
 

@@ -141,15 +141,17 @@ def test_layers_that_the_model_has_not_are_no_full_match(tmp_path):
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, lambda m: [{"m": m}]])
-def test_the_optimizer_of_a_compiled_model_is_built(tmp_path, wrap):
+def test_a_compiled_model_is_restored_when_it_is_built(tmp_path, wrap):
     model = model_of()
     model.compile("adam", "mse")
     model.fit(X, Y, verbose=0)
     path = ks.checkpoint.Checkpoint(model=wrap(model)).save(tmp_path / "a")
-    new = model_of()
+    new = keras.Sequential([dense(4), dense(1)])
     new.compile("adam", "mse")
+    build = new.build
     ks.checkpoint.Checkpoint(model=wrap(new)).restore(path)
     np.testing.assert_array_equal(new(X), model(X))
+    assert new.build is build
     pairs = zip(new.optimizer.variables, model.optimizer.variables, strict=True)
     for ours, theirs in pairs:
         np.testing.assert_array_equal(ours.value, theirs.value)
@@ -242,16 +244,103 @@ def test_the_latest_of_files_of_weights(tmp_path):
     assert ks.checkpoint.latest_checkpoint(tmp_path) == str(tmp_path / "3")
 
 
+class TwoLayers(keras.Model):
+    def __init__(self, width=4):
+        super().__init__()
+        self.one, self.two = dense(width), dense(1)
+
+    def call(self, x):
+        return self.two(self.one(x))
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(
+    "make", [TwoLayers, lambda: keras.Sequential([dense(4), dense(1)])]
+)
+def test_models_are_restored_when_they_are_built(tmp_path, make, replicas):
+    def objects():
+        model, optimizer = make(), keras.optimizers.SGD(0.1, momentum=0.9)
+        return {"model": model, "optimizer": optimizer, "v": keras.Variable(0)}
+
+    saved = objects()
+    saved["model"](X)
+    saved["optimizer"].build(saved["model"].trainable_variables)
+    for variable in saved["optimizer"].variables:
+        variable.assign(keras.ops.ones(variable.shape, variable.dtype))
+    saved["v"].assign(7)
+    path = ks.checkpoint.Checkpoint(**saved).save(tmp_path / "a")
+    with mirrored(replicas).scope():
+        new = objects()
+    status = ks.checkpoint.Checkpoint(**new).restore(path)
+    assert int(new["v"].value) == 7
+    with pytest.raises(ValueError, match="also contains 'model', 'optimizer'"):
+        status.assert_consumed()
+    np.testing.assert_array_equal(new["model"](X), saved["model"](X))
+    assert_same(new["model"].get_weights(), saved["model"].get_weights())
+    for ours, theirs in zip(
+        new["optimizer"].variables, saved["optimizer"].variables, strict=True
+    ):
+        np.testing.assert_array_equal(ours.value, theirs.value)
+
+
+def test_several_models_are_restored_when_all_are_built(tmp_path):
+    saved = {name: TwoLayers() for name in "ab"}
+    for model in saved.values():
+        model(X)
+    paths = [ks.checkpoint.Checkpoint(**saved).save(tmp_path / "1" / "c")]
+    for model in saved.values():
+        model.set_weights([2.0 * weight for weight in model.get_weights()])
+    paths.append(ks.checkpoint.Checkpoint(**saved).save(tmp_path / "2" / "c"))
+    new = {name: TwoLayers() for name in "ab"}
+    for path in paths:  # The last one wins.
+        ks.checkpoint.Checkpoint(**new).restore(path)
+    for model in new.values():
+        model(X)
+    for name in "ab":
+        assert_same(new[name].get_weights(), saved[name].get_weights())
+
+
+def test_another_model_is_named_when_it_is_built(tmp_path):
+    saved = TwoLayers()
+    saved(X)
+    ks.checkpoint.Checkpoint(model=saved).save(tmp_path / "a")
+    new = TwoLayers(width=5)
+    ks.checkpoint.Checkpoint(model=new).restore(tmp_path)
+    with pytest.raises(ValueError, match=r"\[3, 4\] in the checkpoint"):
+        new(X)
+
+
+@pytest.mark.parametrize("how", ["fit", "predict", "run"])
+def test_a_model_that_waits_is_not_built_in_a_step(tmp_path, how):
+    strategy = mirrored(2)
+    ks.checkpoint.Checkpoint(model=model_of()).save(tmp_path / "a")
+    with strategy.scope():
+        new = TwoLayers()
+        new.compile("sgd", "mse")
+    ks.checkpoint.Checkpoint(model=new).restore(tmp_path)
+    calls = {
+        "fit": lambda: new.fit(X, Y, verbose=0),
+        "predict": lambda: new.predict(X, verbose=0),
+        "run": lambda: strategy.run(new, args=(X,)),
+    }
+    with pytest.raises(RuntimeError, match="must be built outside of steps"):
+        calls[how]()
+
+
+class OwnWeight(TwoLayers):
+    def __init__(self):
+        super().__init__()
+        self.w = self.add_weight(shape=(3,))
+
+
 class NoCall(keras.Model):
     def __init__(self):
         super().__init__()
         self.inner = keras.Sequential([dense(4), dense(1)])
 
 
-@pytest.mark.parametrize(
-    "make", [NoCall, lambda: keras.Sequential([dense(4), dense(1)])]
-)
-def test_a_model_that_is_not_built_is_named(tmp_path, make):
+@pytest.mark.parametrize("make", [OwnWeight, NoCall])
+def test_a_model_that_may_not_be_built(tmp_path, make):
     ks.checkpoint.Checkpoint(model=model_of()).save(tmp_path / "a")
     with pytest.raises(
         ValueError, match="which is not built. Call the model on one"
