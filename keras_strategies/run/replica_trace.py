@@ -293,7 +293,7 @@ def refuse_difference(variable: keras.Variable) -> None:
 def refuse_foreign(variable: keras.Variable, mesh: ReplicaMesh) -> None:
     """Raises RuntimeError if a variable is on another strategy's devices.
 
-    Writing the variable would move it to the devices of `mesh`, away from the
+    Using it would move it or its copies to the devices of `mesh`, away from the
     other variables of its own strategy.
     """
     devices = getattr(variable._layout, "device_set", None)

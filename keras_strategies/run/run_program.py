@@ -140,13 +140,12 @@ class RunProgram:
         self._trainable = [(weakref.ref(v), v.trainable) for v in known]
         for variable in self.lifted:
             on_read.create_copies(variable, self._mesh)
-            if on_read.is_on_read(variable):
-                self._on_read.append(variable)
-            elif variable in scope.written:
-                replica_trace.refuse_foreign(variable, self._mesh)
-                self._written.append(variable)
-            else:
+            has_copies = on_read.is_on_read(variable)
+            if not has_copies and variable not in scope.written:
                 self._read.append(variable)
+                continue
+            replica_trace.refuse_foreign(variable, self._mesh)
+            (self._on_read if has_copies else self._written).append(variable)
         self._build()
 
     def _find_variables(self, leaves: list[Any]) -> LiftingScope:

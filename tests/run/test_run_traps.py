@@ -387,8 +387,9 @@ def test_copies_of_another_strategy_are_refused():
         variable = keras.Variable(
             0.0, synchronization="on_read", aggregation="sum", name="v"
         )
-    with pytest.raises(ValueError, match="by the strategy that created it"):
-        two.run(lambda: variable.assign_add(1.0))
+    for use in (lambda: variable.assign_add(1.0), lambda: variable + 1.0):
+        with pytest.raises(RuntimeError, match="by the strategy that created"):
+            two.run(use)
 
 
 def test_copies_are_gathered():

@@ -46,7 +46,8 @@ class Files:
 
     def __post_init__(self) -> None:
         fix = "Pass a number of rows."
-        check_number("`batch_size`", self.batch_size, fix, minimum=1)
+        size = self.batch_size
+        check_number("`batch_size`", size, fix, minimum=1, is_optional=False)
         check_number("`shuffle`", self.window, fix, minimum=0)
         if not callable(self.reader) and self.reader not in ARRAYS:
             raise ValueError(

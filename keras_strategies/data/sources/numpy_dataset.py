@@ -66,7 +66,10 @@ class NumpyDataset:
         Raises:
           ValueError: if `batch_size` is not positive.
         """
-        check_number("`batch_size`", batch_size, "Pass a number.", minimum=1)
+        fix = "Pass a number of rows."
+        check_number(
+            "`batch_size`", batch_size, fix, minimum=1, is_optional=False
+        )
         return NumpyDataset(self.arrays, batch_size, drop_remainder)
 
     def __len__(self) -> int:

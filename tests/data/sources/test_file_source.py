@@ -12,6 +12,7 @@ import pytest
 from keras_strategies.data.options import AutoShardPolicy
 from keras_strategies.data.sources.file_source import FilesSource
 from keras_strategies.data.sources.files import files
+from keras_strategies.data.sources.numpy_dataset import NumpyDataset
 from tests.support.combinations import combine
 from tests.support.parts import (
     BATCHES,
@@ -336,6 +337,14 @@ def test_arguments_that_do_not_fit(tmp_path, reader, options, message):
     (tmp_path / "a").touch()
     with pytest.raises(ValueError, match=message):
         files(tmp_path / "a", reader, **{"batch_size": 2} | options)
+
+
+def test_a_batch_size_is_required(tmp_path):
+    (tmp_path / "a").touch()
+    with pytest.raises(TypeError, match="`batch_size` must be an integer"):
+        files(tmp_path / "a", "npz", batch_size=None)
+    with pytest.raises(TypeError, match="`batch_size` must be an integer"):
+        NumpyDataset(np.zeros(2)).batch(None)
 
 
 def truncate(path, missing=10):
