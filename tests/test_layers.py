@@ -97,7 +97,7 @@ LOGIC_LINES = {
     "": 121,
     "callbacks": 543,
     "checkpoint": 1995,
-    "cli": 1784,
+    "cli": 1787,
     "cluster": 2430,
     "data": 2782,
     "estimator": 2308,

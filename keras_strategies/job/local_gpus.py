@@ -30,6 +30,7 @@ LOCAL_IDS = "JAX_LOCAL_DEVICE_IDS"
 """JAX's environment variable for the GPUs that a process takes."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+ON_NODE = "SLURM_GPUS_ON_NODE"
 DEV = Path("/dev")
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 """The modules of JAX's plugins for CUDA."""
@@ -38,7 +39,6 @@ _PLATFORMS = ("cuda", "gpu")
 _DRIVER = ("nvidiactl", "dxg")
 _MAX_GPUS = 1024
 _MAX_CHARACTERS = 1 << 16
-_ON_NODE = "SLURM_GPUS_ON_NODE"
 _SLURM_TASKS = "SLURM_STEP_NUM_TASKS"
 _SLURM_LOCAL = "SLURM_LOCALID"
 _SLURM_NODE = "SLURM_NODEID"
@@ -128,10 +128,10 @@ def count_visible_gpus(
     """
     on_host = _count_devices(dev)
     if VISIBLE not in environ:
-        if not environ.get(_ON_NODE):
+        if not environ.get(ON_NODE):
             return on_host
         # SLURM with `--gpu-bind=none` only limits what may be used.
-        step_gpus = read_number(environ, _ON_NODE, SETTER)
+        step_gpus = read_number(environ, ON_NODE, SETTER)
         return step_gpus if on_host is None else min(step_gpus, on_host)
     count = 0
     for entry in environ[VISIBLE][:_MAX_CHARACTERS].split(","):
@@ -217,9 +217,9 @@ def _count_devices(dev: Path) -> int | None:
 
 def _is_bound_by_slurm(environ: Mapping[str, str], visible: int | None) -> bool:
     """Returns whether SLURM shows this task only a part of the step's GPUs."""
-    if visible is None or VISIBLE not in environ or not environ.get(_ON_NODE):
+    if visible is None or VISIBLE not in environ or not environ.get(ON_NODE):
         return False
-    return 0 < visible < read_number(environ, _ON_NODE, SETTER)
+    return 0 < visible < read_number(environ, ON_NODE, SETTER)
 
 
 def _find_place(task: TaskInfo, environ: Mapping[str, str]) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from keras_strategies.job import compilation_cache
 from keras_strategies.job.local_gpus import (
     DEV,
     LOCAL_IDS,
+    ON_NODE,
     VISIBLE,
     count_visible_gpus,
     share_gpus,
@@ -188,6 +189,9 @@ def make_environments(
     for name, address in zip(names, addresses, strict=False):
         cluster.setdefault(name.split()[0], []).append(address)
     environments = []
+    if VISIBLE in environ:
+        # Not SLURM has chosen these GPUs for each of the processes.
+        environ = {k: v for k, v in environ.items() if k != ON_NODE}
     for name in names:
         kind, _, index = name.partition(" ")
         task = {"type": kind, "index": int(index or 0)}
@@ -259,6 +263,7 @@ def split_gpus(
     if VISIBLE in environ:
         names = environ[VISIBLE].split(",")[:visible]
     first = visible - visible // count
-    for environ in environments[:-1]:
+    for environ in environments:
         environ[VISIBLE] = ",".join(names[:first])
+        environ.pop(ON_NODE, None)
     environments[-1][VISIBLE] = ",".join(names[first:])

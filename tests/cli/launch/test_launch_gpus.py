@@ -77,6 +77,16 @@ def dev(tmp_path):
             {"has_evaluator": True, "count": 1},
             [((), "0,1,2"), ((), "3,4,5")],
         ),
+        (  # In an allocation of SLURM, which has not chosen these GPUs.
+            {"CUDA_VISIBLE_DEVICES": "4,5", "SLURM_GPUS_ON_NODE": "6"},
+            {},
+            [((0,), "4,5"), ((1,), "4,5")],
+        ),
+        (
+            {"SLURM_GPUS_ON_NODE": "6"},
+            {"has_evaluator": True},
+            [((0, 1), "0,1,2,3"), ((2, 3), "0,1,2,3"), ((), "4,5")],
+        ),
         ({}, {"count": 1}, [((), None)]),
         ({}, {"platform": "cpu"}, [(None, None)] * 2),
         ({}, {"platform": "tpu"}, [(None, None)] * 2),
