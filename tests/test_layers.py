@@ -100,7 +100,7 @@ LOGIC_LINES = {
     "cli": 1787,
     "cluster": 2430,
     "data": 2782,
-    "estimator": 2308,
+    "estimator": 2310,
     "fit": 1856,
     "gpu": 265,
     "hooks": 1473,

@@ -164,7 +164,7 @@ def _make_input(data: Dataset, mode: str) -> Input:
 
 
 def _from_arrays(data: Tree, mode: str) -> Input:
-    data = keras.tree.map_structure(_convert_pandas, data)
+    data = keras.tree.map_structure(_convert_leaf, data)
     if not isinstance(data, list | tuple):
         return Input(x=data, example=(data,), is_dataset=False)
     if len(data) > 3:
@@ -229,8 +229,11 @@ def _is_nest_of_arrays(data: object) -> bool:
     return is_tensor(data) or hasattr(data, "iloc")
 
 
-def _convert_pandas(leaf: Any) -> Any:
-    """Converts an object of pandas to an array."""
+def _convert_leaf(leaf: Any) -> Any:
+    """Converts an object of pandas to an array, and other mappings to dicts."""
+    if isinstance(leaf, Mapping):
+        # Of a class that Keras's trees do not know, such as a `UserDict`.
+        return keras.tree.map_structure(_convert_leaf, dict(leaf))
     return leaf.to_numpy() if hasattr(leaf, "iloc") else leaf
 
 

@@ -1,5 +1,6 @@
 """Estimator: training, evaluation and prediction from checkpoints."""
 
+import collections
 import functools
 import os
 import pathlib
@@ -16,7 +17,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.estimator import records
 from keras_strategies.estimator.estimator import Estimator
-from keras_strategies.estimator.inputs import make_symbols
+from keras_strategies.estimator.inputs import call_input_fn, make_symbols
 from tests.estimator import models
 from tests.estimator.models import (
     X,
@@ -534,6 +535,20 @@ def test_nested_features_have_names_of_their_own():
     features, _ = make_symbols(({"p": {"a": X}, "q": {"a": (X, X)}}, Y))
     names = [feature.name for feature in keras.tree.flatten(features)]
     assert names == ["p_a", "q_a_0", "q_a_1"]
+
+
+def test_features_in_other_mappings_are_in_a_dict():
+    features = collections.UserDict(a=X, b=collections.UserDict(c=X))
+    made = call_input_fn(
+        lambda: (features, Y),
+        mode="train",
+        params={},
+        config=None,
+        strategy=None,
+    )
+    symbols, _ = make_symbols(made.example)
+    assert [symbols["a"].name, symbols["b"]["c"].name] == ["a", "b_c"]
+    assert type(made.x) is dict
 
 
 class Unknown:
