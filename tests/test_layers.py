@@ -109,7 +109,7 @@ LOGIC_LINES = {
     "kernels": 2104,
     "migrate": 1482,
     "names": 251,
-    "passes": 4817,
+    "passes": 4819,
     "planning": 2514,
     "reporting": 808,
     "run": 674,

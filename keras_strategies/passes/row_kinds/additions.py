@@ -10,8 +10,9 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 
 from keras_strategies.passes.row_kinds import marks, scales
+from keras_strategies.passes.row_kinds.call import Different
 from keras_strategies.passes.row_kinds.inner_functions import find_terms
-from keras_strategies.passes.row_kinds.interpreter import Different, Interpreter
+from keras_strategies.passes.row_kinds.interpreter import Interpreter
 from keras_strategies.passes.row_kinds.kinds import PLAIN, make_rows
 from keras_strategies.passes.row_kinds.rules import RANDOM
 from keras_strategies.passes.stages import all_equations

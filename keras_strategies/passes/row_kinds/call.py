@@ -19,6 +19,10 @@ from keras_strategies.passes.row_kinds.kinds import (
 )
 
 
+class Different(Exception):
+    """Raised if the two traces do not have the same equations."""
+
+
 class RowsMixed(Exception):
     """Ends a rule whose results mix rows."""
 
@@ -103,6 +107,8 @@ class Call:
 
 def _changing(shapes: Sequence[Sequence[int]]) -> list[int]:
     """Returns the dimensions whose size differs between the traces."""
+    if len(set(map(len, shapes))) > 1:
+        raise Different
     columns = enumerate(zip(*shapes, strict=True))
     return [dim for dim, sizes in columns if len(set(sizes)) > 1]
 

@@ -11,7 +11,7 @@ from keras_strategies._types import Equation
 from keras_strategies.passes import traces
 from keras_strategies.passes.collective_cut import find_called_jaxpr
 from keras_strategies.passes.row_kinds import marks, scales
-from keras_strategies.passes.row_kinds.call import Call
+from keras_strategies.passes.row_kinds.call import Call, Different
 from keras_strategies.passes.row_kinds.inner_functions import map_over_rows
 from keras_strategies.passes.row_kinds.kernels import is_by_rows
 from keras_strategies.passes.row_kinds.kinds import (
@@ -36,10 +36,6 @@ from keras_strategies.passes.row_kinds.separate_parts import (
     part_p,
 )
 from keras_strategies.passes.stages import is_collective, scan_operands
-
-
-class Different(Exception):
-    """Raised if the two traces do not have the same equations."""
 
 
 class Interpreter:

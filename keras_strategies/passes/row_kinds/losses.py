@@ -23,10 +23,8 @@ from jax.extend.core import ClosedJaxpr, Literal
 from keras_strategies._types import Equation
 from keras_strategies.passes import stages, traces
 from keras_strategies.passes.row_kinds import marks, scales
-from keras_strategies.passes.row_kinds.interpreter import (
-    Different,
-    Interpreter,
-)
+from keras_strategies.passes.row_kinds.call import Different
+from keras_strategies.passes.row_kinds.interpreter import Interpreter
 from keras_strategies.passes.row_kinds.kinds import (
     MEAN_POWER,
     PLAIN,

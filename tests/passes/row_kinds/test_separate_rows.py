@@ -140,6 +140,11 @@ def channels_before_rows(x):
     return two_channels(x, (1, 2, 0))
 
 
+def other_rank(x):
+    """Entries of two dimensions for one number of rows, and else of three."""
+    return x.reshape(len(x), 2, *((8,) if len(x) == ROWS else (2, 4)))
+
+
 def scan(turn, first, *scanned):
     return lax.scan(turn, first, scanned if len(scanned) > 1 else scanned[0])
 
@@ -255,6 +260,7 @@ MIXED = {
         x, x[:, 8:11], transpose=False
     ),
     "kernels_in_pairs": kernels_in_pairs,
+    "other_rank": other_rank,
     "channels_before_rows": channels_before_rows,
     "scan_sums": lambda x: scan(lambda c, v: (c + v, c), 0 * UNEQUAL, x)[1],
     "scan_last_sum": lambda x: (
