@@ -211,9 +211,9 @@ def loop_step(strategy, model):
 
 
 def compile_steps(
-    topology, shape, name, steps=STEPS, rows=32, policy="float32"
+    topology, shape, name, steps=STEPS, rows=32, policy="float32", options=None
 ):
-    """Compiles steps of a model; {kind: program}."""
+    """Compiles steps of a model with options; {kind: program}."""
     strategy = ks.TPUStrategy.for_topology(
         topology, computation_shape=shape, layout_map=MODELS[name][2]
     )
@@ -224,9 +224,13 @@ def compile_steps(
     for kind in steps:
         if kind == "run":
             step = loop_step(strategy, model)
-            programs[kind] = strategy.compile_run(step, (batch,))
+            programs[kind] = strategy.compile_run(
+                step, (batch,), compiler_options=options
+            )
         else:
-            programs[kind] = strategy.compile_step(model, batch, kind=kind)
+            programs[kind] = strategy.compile_step(
+                model, batch, kind=kind, compiler_options=options
+            )
     return programs
 
 

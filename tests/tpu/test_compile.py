@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from benchmarks.sharded_tpu import LOW_EFFORT
 from benchmarks.tpu_collectives import (
     SLICES,
     build,
@@ -32,10 +33,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("topology", "shape", "model"), few(CASES, every=2))
+@pytest.mark.parametrize(("topology", "shape", "model"), few(CASES, every=8))
 def test_steps_compile_with_the_collectives_they_need(topology, shape, model):
     cores = int(np.prod(shape))
-    programs = compile_steps(topology, shape, model)
+    programs = compile_steps(topology, shape, model, options=LOW_EFFORT)
     counts = {kind: p.collectives for kind, p in programs.items()}
     for kind, program in programs.items():
         assert program.cores_per_replica == cores
@@ -63,7 +64,9 @@ def test_steps_compile_with_the_collectives_they_need(topology, shape, model):
 )
 def test_cores_that_share_a_model_hold_less_of_it(model, minimum):
     sizes = [
-        compile_steps("v5e:4x4", shape, model, ("train",))["train"]
+        compile_steps("v5e:4x4", shape, model, ("train",), options=LOW_EFFORT)[
+            "train"
+        ]
         for shape in [(1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, 1)]
     ]
     first, second, third = (program.argument_bytes for program in sizes)
@@ -75,7 +78,9 @@ def test_steps_compute_in_the_policy_asked_for():
     counts = []
     for policy in ("float32", "mixed_bfloat16"):
         program = compile_steps(
-            "v5e:2x2", (1, 1, 1, 1), "cnn", ("train",), policy=policy
+            *("v5e:2x2", (1, 1, 1, 1), "cnn", ("train",)),
+            policy=policy,
+            options=LOW_EFFORT,
         )["train"]
         counts.append(program.as_text().count("bf16["))
     # A float32 program has a few, of the compiler's own.

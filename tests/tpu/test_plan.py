@@ -63,7 +63,7 @@ def plan(maker, rows=1, **kwargs):
 
 
 def test_candidates_of_a_slice():
-    found = plan(decoder, topologies="v5e:4x4")
+    found = plan(lambda: decoder(1), topologies="v5e:4x4")
     names = [step.layout for step in found.steps]
     assert names == ["replicated", "slots", "sharded", "sharded+model:4"]
     for step in found.steps:
@@ -85,14 +85,14 @@ def test_candidates_of_a_slice():
 
 def test_a_deep_model_is_planned_as_the_loop_that_runs():
     def unrolled():
-        model = decoder(16)
+        model = decoder(8)
         ks.experimental.scan_blocks(model, False)
         return model
 
     kwargs = {"topologies": "v5e:2x4", "strategies": "sharded", "rows": 4}
     # One candidate alone would be compiled at full effort.
     kwargs["effort"] = "low"
-    (step,) = plan(lambda: decoder(16), **kwargs).steps
+    (step,) = plan(lambda: decoder(8), **kwargs).steps
     (other,) = plan(unrolled, **kwargs).steps
     assert step.memory["weights"] == other.memory["weights"]
     assert step.memory["code"] < other.memory["code"] / 2
@@ -108,12 +108,15 @@ def test_a_deep_model_is_planned_as_the_loop_that_runs():
 
 
 def test_full_effort_is_the_program_as_it_is_run():
+    def shallow():
+        return decoder(1)
+
     (step,) = plan(
-        decoder, topologies="v5e:2x2", strategies="replicated", effort="full"
+        shallow, topologies="v5e:2x2", strategies="replicated", effort="full"
     ).steps
     strategy = ks.TPUStrategy.for_topology("v5e:2x2")
     with strategy.scope():
-        model = decoder()
+        model = shallow()
     program = strategy.compile_step(model, (tokens(4), tokens(4)))
     assert step.is_full_effort
     code = program.executable.memory_analysis().generated_code_size_in_bytes
@@ -143,9 +146,21 @@ def test_what_does_not_fit_says_what_it_needs():
 
 
 def test_rows_grow_with_the_slice_or_stay():
+    def dense():
+        inputs = keras.Input((LENGTH,), dtype="int32")
+        model = keras.Sequential(
+            [
+                inputs,
+                keras.layers.Embedding(WORDS, 8),
+                keras.layers.Dense(WORDS),
+            ]
+        )
+        model.compile("adam", "sparse_categorical_crossentropy")
+        return model
+
     kwargs = {"topologies": "v5e:2x2", "strategies": "slots", "effort": "low"}
     for scale, rows in (("replica", 32), ("global", 8)):
-        (step,) = plan(decoder, 8, scale=scale, **kwargs).steps
+        (step,) = plan(dense, 8, scale=scale, **kwargs).steps
         assert step.rows == rows
 
 

@@ -18,7 +18,7 @@ from keras_strategies.planning.capture.request import Request
 from keras_strategies.planning.capture.script import run_script
 from tests.planning.capture.scripts import HEAD, MODEL
 from tests.planning.made import step as make_step
-from tests.support.combinations import combine
+from tests.support.combinations import combine, few
 
 REQUEST = Request(script="", topology="v5e:2x2", layout="replicated")
 
@@ -158,12 +158,15 @@ threading.Thread(target=fit).start()
 @pytest.mark.tpu
 @pytest.mark.parametrize(
     ("first", "last"),
-    [
-        # The main thread waits for what is not to come.
-        ("", "results.get()"),
-        # The script ends before its thread trains.
-        ("ends.wait()", "ends.set()"),
-    ],
+    few(
+        [
+            # The main thread waits for what is not to come.
+            ("", "results.get()"),
+            # The script ends before its thread trains.
+            ("ends.wait()", "ends.set()"),
+        ],
+        every=2,
+    ),
 )
 def test_scripts_that_train_in_a_thread_are_planned(tmp_path, first, last):
     text = THREADS.format(first=first, last=last)
@@ -173,7 +176,9 @@ def test_scripts_that_train_in_a_thread_are_planned(tmp_path, first, last):
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("code", ["raise SystemExit(3)", "print(1 / 0)", ""])
+@pytest.mark.parametrize(
+    "code", combine(["raise SystemExit(3)", "print(1 / 0)", ""], every=3)
+)
 def test_a_child_of_the_script_answers_nothing(tmp_path, code):
     text = (
         HEAD
