@@ -98,7 +98,7 @@ LOGIC_LINES = {
     "callbacks": 543,
     "checkpoint": 1995,
     "cli": 1787,
-    "cluster": 2430,
+    "cluster": 2431,
     "data": 2782,
     "estimator": 2310,
     "fit": 1856,

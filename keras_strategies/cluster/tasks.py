@@ -137,6 +137,7 @@ def make_task_info(
     count = parse_index(num_processes, "`num_processes`")
     process = parse_index(process_id, "`process_id`")
     fix = "Number the processes from 0."
+    check_number("`num_processes`", count, fix, minimum=1)
     check_number("`process_id`", process, fix, maximum=count - 1)
     return TaskInfo(
         type="worker",
