@@ -16,6 +16,7 @@ References:
 """
 
 from collections.abc import Callable, Sequence
+from numbers import Number
 from typing import Any
 
 import jax
@@ -154,15 +155,15 @@ def _update(
     # device.
     is_sum = step.facts.is_local or are_summed
     divisor = 1 if is_sum else step.num_sharing
-    args = (update, grads, targets, values, divisor)
+    args = (step, optimizer, update, grads, targets, values, divisor)
     new: list[Any] = []
     with step.flag("in_optimizer"):
         if shardings.any_sharded(targets, step.facts.mesh):
-            new = _mark_update(step, *args) if is_collecting() else []
+            new = _mark_update(*args) if is_collecting() else []
             if not new:
                 shardings.note_replicated_update(targets)
         elif step.facts.sums_later:
-            new = summands.accumulate(step, optimizer, *args)
+            new = summands.accumulate(*args)
         new = new or update(_reduce(step, grads, targets, divisor), values)
     for after, before in zip(new, values, strict=False):
         if after is not before:
@@ -202,6 +203,7 @@ def _clear_nan(array: Array) -> jax.Array:
 
 def _mark_update(
     step: StepContext,
+    optimizer: keras.optimizers.Optimizer,
     update: _PureUpdate,
     grads: list[Any],
     targets: list[keras.Variable],
@@ -237,6 +239,9 @@ def _mark_update(
             MAX if is_largest else shardings.get_gradient_spec(variable, mesh)
         )
 
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    attributes = (*vars(optimizer).values(), *vars(inner).values())
+    numbers = [v for v in attributes if isinstance(v, Number)]
     return mark_update(
         lambda some, values: update(with_missing(some), values),
         reduce,
@@ -246,6 +251,7 @@ def _mark_update(
         specs=[shardings.get_spec(v, mesh) for v in targets],
         divisor=divisor,
         on_replicated=lambda: shardings.note_replicated_update(targets),
+        key=[*(targets[i] for i in present), *targets, optimizer, *numbers],
     )
 
 

@@ -9,8 +9,10 @@ divides the work over the devices.
 
 import contextlib
 import dataclasses
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -19,8 +21,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from keras_strategies.passes import replay
 from keras_strategies.passes.specs import Spec
 from keras_strategies.passes.stages import (
+    all_equations,
     with_consts_as_inputs,
 )
+from keras_strategies.passes.traces import is_user_code
 
 MAX = "max"
 """The reduction of a "gradient" that is its variable's new value.
@@ -33,6 +37,7 @@ Reduction = Spec | Literal["max"]
 
 # The prefix contains a dot, so no user-defined function can have such a name.
 _PREFIX = "ks.optimizer_update_"
+_INNER = "ks.optimizer_update"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,9 @@ class Update:
         are divided before the update.
       on_replicated: A function that is called if the step is not cut at the
         update, for example because the update is inside a branch or a loop.
+      key: The objects that the update computes with. Another trace of the same
+        step does not trace an update with the same objects again, unless the
+        update contains user code.
     """
 
     traced: ClosedJaxpr
@@ -60,6 +68,7 @@ class Update:
     values: tuple[Spec, ...]
     divisor: int
     on_replicated: Callable[[], None]
+    key: Sequence[object]
 
     def __call__(self, operands: Sequence[Any]) -> list[Any]:
         """Computes the new values from the inputs of `traced`."""
@@ -68,6 +77,7 @@ class Update:
 
 class _Collected(threading.local):
     updates: dict[str, Update] | None = None
+    known: Mapping[str, Update] = MappingProxyType({})
 
 
 _collected = _Collected()
@@ -90,6 +100,20 @@ def collect(updates: Mapping[str, Update]) -> None:
         _collected.updates.update(updates)
 
 
+@contextlib.contextmanager
+def reusing_updates(known: Mapping[str, Update]) -> Iterator[None]:
+    """Lets a block that traces a step again reuse the jaxprs of its updates.
+
+    Args:
+      known: The updates of the first trace, by name.
+    """
+    before, _collected.known = _collected.known, known
+    try:
+        yield
+    finally:
+        _collected.known = before
+
+
 def is_collecting() -> bool:
     """Returns whether this thread traces a step that can be cut at updates.
 
@@ -110,6 +134,7 @@ def mark_update(
     specs: Sequence[Spec],
     divisor: int,
     on_replicated: Callable[[], None],
+    key: Sequence[object],
 ) -> list[Any]:
     """Computes `update(reduce(gradients), values)` as one marked equation.
 
@@ -123,6 +148,7 @@ def mark_update(
       specs: See `Update.values`.
       divisor: See `Update.divisor`.
       on_replicated: See `Update.on_replicated`.
+      key: See `Update.key`.
 
     Returns:
       The new values. Empty, without an equation, if `update` returns further
@@ -130,7 +156,8 @@ def mark_update(
     """
     assert _collected.updates is not None
     name = f"{_PREFIX}{len(_collected.updates)}"
-    traced = _trace(update, gradients, values)
+    traced = _find_known(name, key, [*gradients, *values])
+    traced = traced or _trace(update, gradients, values)
     if len(traced.out_avals) > len(values):
         return []
     captured = traced.consts
@@ -141,6 +168,7 @@ def mark_update(
         values=tuple(specs),
         divisor=divisor,
         on_replicated=on_replicated,
+        key=key,
     )
     _collected.updates[name] = marked
 
@@ -159,9 +187,31 @@ def _trace(
     def compute(gradients: list[Any], values: list[Any]) -> list[Any]:
         return update(gradients, values)
 
-    compute.__name__ = compute.__qualname__ = "ks.optimizer_update"
+    compute.__name__ = compute.__qualname__ = _INNER
     # As one equation, which is not traced again where the jaxpr is computed.
     return jax.make_jaxpr(jax.jit(compute))(gradients, values)
+
+
+def _find_known(
+    name: str, key: Sequence[object], operands: list[Any]
+) -> ClosedJaxpr | None:
+    """Returns the jaxpr of the same update in an earlier trace of the step."""
+    known = _collected.known.get(name)
+    if known is None or known.num_captured or len(known.key) != len(key):
+        return None
+    is_same = all(map(operator.is_, known.key, key))
+    is_same &= not any(map(is_user_code, all_equations(known.traced)))
+    shapes = list(map(jax.typeof, operands))
+    return known.traced if is_same and known.traced.in_avals == shapes else None
+
+
+def is_same_update(equations: Sequence[Any]) -> bool:
+    """Returns whether equations of two traces compute one known update."""
+    if len(equations) < 2:
+        return False
+    jaxprs = [e.params.get("jaxpr") for e in equations]
+    is_update = equations[0].params.get("name") == _INNER
+    return is_update and all(jaxpr is jaxprs[0] for jaxpr in jaxprs)
 
 
 def find_update(

@@ -23,6 +23,7 @@ from keras_strategies.keras_bridge.step_context import (
     StepNotes,
 )
 from keras_strategies.passes import traces
+from keras_strategies.passes.marked_updates import reusing_updates
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import (
     replica_map,
@@ -165,7 +166,10 @@ class StepTracer:
             rows = self._mesh.num_replicas * record.rows
             # Not two: a trace of two rows stands for one of a single row.
             rows = rows if rows > 2 else 4
-        with warnings.catch_warnings():
+        with (
+            reusing_updates(record.traced.updates),
+            warnings.catch_warnings(),
+        ):
             # The first trace has warned already.
             warnings.simplefilter("ignore")
             return self.trace(record.kind, batch, rows, has_all_rows)

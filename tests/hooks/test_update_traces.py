@@ -1,4 +1,4 @@
-"""Optimizers' updates in steps whose code is traced again."""
+"""An optimizer's update is traced once, however often its step is."""
 
 import warnings
 
@@ -9,10 +9,24 @@ import pytest
 from keras import layers
 
 import keras_strategies as ks
+from tests.support.combinations import combine
 
 _random = np.random.default_rng(3)
 X = _random.normal(size=(8, 4)).astype("float32")
 Y = _random.normal(size=(8, 4)).astype("float32")
+
+
+class Counting(keras.optimizers.SGD):
+    """Counts the traces of its updates of matrices."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.traced = []
+
+    def update_step(self, gradient, variable, learning_rate):
+        if len(variable.shape) == 2:
+            self.traced.append(variable.path)
+        super().update_step(gradient, variable, learning_rate)
 
 
 class Own(layers.Dense):
@@ -61,8 +75,7 @@ def fit(make, *, replicas, is_sharded=True):
     with strategy.scope():
         keras.utils.set_random_seed(0)
         model = make()
-        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-        model.compile(optimizer, "mse")
+        model.compile(Counting(0.1, momentum=0.9), "mse")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(X, Y, batch_size=4, epochs=1, shuffle=False, verbose=0)
@@ -70,11 +83,25 @@ def fit(make, *, replicas, is_sharded=True):
     return model, [np.asarray(v) for v in model.variables], len(warned)
 
 
+def chain():
+    return keras.Sequential([keras.Input((4,)), Own(4), Own(4)])
+
+
+@pytest.mark.parametrize("replicas", combine([2, 4], every=2))
+def test_an_update_is_traced_once(replicas):
+    model, found, warned = fit(chain, replicas=replicas)
+    assert not warned
+    assert len(model.optimizer.traced) == 2
+    _, wanted, _ = fit(chain, replicas=1, is_sharded=False)
+    jax.tree.map(lambda *a: np.testing.assert_allclose(*a, 1e-5), found, wanted)
+
+
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_a_loss_after_an_update_is_that_of_one_device(replicas):
     model, found, warned = fit(Twice, replicas=replicas)
     assert not warned
     assert model.calls > 1
+    assert len(model.optimizer.traced) == 2
     _, wanted, _ = fit(Twice, replicas=1, is_sharded=False)
     jax.tree.map(lambda *a: np.testing.assert_allclose(*a, 1e-5), found, wanted)
 

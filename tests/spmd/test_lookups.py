@@ -102,6 +102,7 @@ def make_step(mesh, spec, look_up, *, head=False):
             specs=[spec, spec],
             divisor=1,
             on_replicated=lambda: None,
+            key=[],
         )
         return value, *new
 

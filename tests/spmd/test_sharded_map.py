@@ -67,6 +67,7 @@ def sgd(mesh, weights, x, update, specs, reductions):
         specs=specs,
         divisor=1,
         on_replicated=lambda: None,
+        key=[],
     )
     return value, new
 
@@ -156,6 +157,7 @@ def descended(mesh, spec, grad, weight):
         specs=[spec],
         divisor=1,
         on_replicated=lambda: None,
+        key=[],
     )[0]
 
 

@@ -12,7 +12,10 @@ from keras_strategies.passes import traces
 from keras_strategies.passes.collective_cut import find_called_jaxpr
 from keras_strategies.passes.row_kinds import marks, scales
 from keras_strategies.passes.row_kinds.call import Call, Different
-from keras_strategies.passes.row_kinds.inner_functions import map_over_rows
+from keras_strategies.passes.row_kinds.inner_functions import (
+    kinds_of_update,
+    map_over_rows,
+)
 from keras_strategies.passes.row_kinds.kernels import is_by_rows
 from keras_strategies.passes.row_kinds.kinds import (
     MEAN_POWER,
@@ -160,7 +163,8 @@ class Interpreter:
             return [make_mixed(equation)] * len(equation.outvars)
         if None not in inner and not is_by_rows(equation):
             called = [ClosedJaxpr(*pair) for pair in inner if pair]
-            results = self.interpret(called, kinds)
+            updated = kinds_of_update(equations, kinds)
+            results = updated or self.interpret(called, kinds)
             return [_with_place(kind, equation) for kind in results]
         return kinds_of_results(call)
 
