@@ -23,6 +23,7 @@ from keras_strategies.hooks.variables_used import (
     LiftingScope,
 )
 from keras_strategies.keras_bridge.step_context import ReplicaScope
+from keras_strategies.passes.marked_updates import collect_updates
 from keras_strategies.passes.replay import separate_trace
 from keras_strategies.run import replica_trace
 from keras_strategies.spmd import compiled
@@ -160,6 +161,7 @@ class RunProgram:
             # Here, variables are zeros: no later trace may reuse an inner one.
             with (
                 separate_trace("ks.lifting"),
+                collect_updates(),
                 replica_trace.replica_tracing(step, self._replica_scope),
             ):
                 self._fn(leaves)

@@ -84,7 +84,7 @@ RELIED_ON = {
     *("_initialize_layout", "_initialize_with_initializer"),
     *("_initializer", "_layout", "_value"),
     # Models. `train_function` and its like are public; this is their ending.
-    *("_function", "_assert_compile_called", "_compile_config"),
+    *("_function", "_assert_compile_called"),
     *("_flatten_layers", "_functional", "_jax_state", "_jax_state_synced"),
     *("_loss_tracker", "_loss_ids", "_losses", "_losses_override"),
     *("_maybe_build", "_maybe_symbolic_build", "_nodes_by_depth"),
@@ -1280,18 +1280,7 @@ def test_an_optimizer_s_rate_is_a_variable_or_computes_it():
         assert optimizer._iterations is optimizer.variables[0]
 
 
-# Equal blocks of models: equal_blocks.py, fit_step.py.
-
-
-def test_what_a_model_was_compiled_with_is_kept_as_it_was_given():
-    def loss(y, found):
-        return (y - found) ** 2
-
-    model = model_of(keras.layers.Dense(1), loss=loss, steps_per_execution=2)
-    kept = dict(model._compile_config.config)
-    assert kept["loss"] is loss
-    assert kept["steps_per_execution"] == 2
-    model_of(keras.layers.Dense(1)).compile(**kept, auto_scale_loss=False)
+# Equal blocks of models: equal_blocks.py.
 
 
 def test_a_sequential_model_has_a_functional_one():

@@ -236,7 +236,7 @@ def test_orders_of_one_kind_refuse_seeds_of_the_other(name):
         f"{other_kind} by number:1",
         "",
     ):
-        with pytest.raises(ValueError, match="version of Keras"):
+        with pytest.raises(ValueError, match="data and Keras that the run"):
             numbered.restart(text)
 
 

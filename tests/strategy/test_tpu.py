@@ -236,7 +236,7 @@ def test_local_results_of_a_divided_variable_are_whole():
     results = strategy.experimental_local_results(kernel)
     assert len(results) == 4
     for i, result in enumerate(results):
-        assert result.sharding.device_set == set(jax.devices()[2 * i :][:2])
+        assert result.devices() == {jax.devices()[2 * i]}
         np.testing.assert_array_equal(result, kernel.numpy())
     bias = strategy.experimental_local_results(model.layers[0].bias)
     assert [len(b.sharding.device_set) for b in bias] == [1] * 4
@@ -551,7 +551,7 @@ def test_a_function_is_compiled(abstract):
         (
             lambda s, m: s.compile_step(m, (spec(0, 6), spec(0, 4))),
             ValueError,
-            ["(0, 6)"],
+            ["at least one row"],
         ),
         (
             lambda s, m: s.compile_step(m, "x", kind="predict"),

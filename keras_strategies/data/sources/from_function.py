@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from keras_strategies._types import Tree
+from keras_strategies.data.batch_spec import find_row_kind
 from keras_strategies.data.source import Cut, Part, Reading, Source, Summary
 from keras_strategies.data.sources.iterables import check_batches, host_batches
 from keras_strategies.spmd import host_arrays
@@ -140,6 +141,7 @@ class FunctionSource(Source):
                 return
             for part in present:
                 num_rows(part)  # Raises an error unless `part` is a batch.
+            _check_equal(present)
             empty = jax.tree.map(lambda leaf: leaf[:0], present[0])
             filled = [empty if part is None else part for part in parts]
             counts = tuple(
@@ -147,3 +149,13 @@ class FunctionSource(Source):
             )
             data = jax.tree.map(lambda *leaves: np.concatenate(leaves), *filled)
             yield Part(data=data, rows=sum(counts), counts=counts)
+
+
+def _check_equal(parts: list[Tree]) -> None:
+    kinds = list(map(find_row_kind, parts))
+    if any(kind != kinds[0] for kind in kinds):
+        raise ValueError(
+            "The batches of a step must differ only in their number of rows. "
+            f"Received: {[str(kind) for kind in kinds]}. Make the dataset "
+            "yield batches with the same structure, row shapes and dtypes."
+        )

@@ -267,7 +267,7 @@ def _scalars(equation: JaxprEqn) -> list[Any]:
     """Returns an equation's parameters that are numbers, names or flags."""
     plain = (bool, int, float, str)
     values = [v for v in equation.params.values() if isinstance(v, plain)]
-    # Those of `slice`.
+    # `slice` has tuples.
     return [*values, *filter(None, equation.params.get("start_indices", ()))]
 
 

@@ -425,7 +425,7 @@ def test_a_state_of_another_kind_of_data_is_refused():
     dataset = tf.data.Dataset.range(8).shuffle(8).batch(2)
     iterator = iter(strategy.experimental_distribute_dataset(dataset))
     state = iterator.get_state() | {"seed": "of arrays"}
-    with pytest.raises(ValueError, match="generated for different data"):
+    with pytest.raises(ValueError, match="order is for different data"):
         iterator.set_state(state)
 
 
