@@ -87,7 +87,7 @@ def _iterate_py_dataset(dataset: Dataset) -> Iterator[Tree]:
 
 def check_batches(dataset: object) -> None:
     """Raises TypeError unless an object is an iterable of batches."""
-    kinds = np.ndarray | jax.Array | dict | tuple | list | str | bytes
+    kinds = (np.ndarray, jax.Array, dict, tuple, list, str, bytes)
     is_read = hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
     if isinstance(dataset, kinds) or not is_read:
         raise TypeError(
