@@ -726,7 +726,7 @@ def attend_with_bias(query):
             r"shape \(1, 1, 65536, 65536\), 17 GB",
         ),
         (jax.grad(attend_in_blocks), "test_attention.py:[0-9]"),
-        (attend_with_bias, r"shape \(1, 1, 65536, 65536\), 17 GB"),
+        (attend_with_bias, r"shape \(1, 1, 65536, 1, 65536\), 17 GB"),
         (attention, None),
         (compute_unused_scores, None),
     ],
