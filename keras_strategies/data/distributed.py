@@ -11,9 +11,10 @@ from keras_strategies._types import Tree
 from keras_strategies.data.source import Source, all_rows
 from keras_strategies.data.steps import Steps
 from keras_strategies.names.phases import INPUT, Phase
+from keras_strategies.passes import replay
+from keras_strategies.passes.lockstep import Turn
 from keras_strategies.passes.traces import is_tracing
 from keras_strategies.spmd.batches import HostBatch, put_rows
-from keras_strategies.spmd.identity import current_step
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.rows import fill_replicas, rows_of_replicas
 from keras_strategies.spmd.values import ROWS, STACKED, PerReplica
@@ -205,7 +206,7 @@ def _read_spec(source: Source) -> Tree:
 
 def _check_where() -> None:
     """Raises ValueError inside a function that is traced or run on replicas."""
-    if current_step() is not None or is_tracing():
+    if isinstance(replay.current.side, Turn) or is_tracing():
         raise ValueError(
             "A distributed dataset must not be read in a function that runs on "
             "replicas or is compiled, which would use the same batch in every "

@@ -11,7 +11,7 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras_strategies._types import Array, Leaf, Tree
 from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.passes.row_kinds import marks
-from keras_strategies.spmd.replica_map import all_rows
+from keras_strategies.spmd.replica_map import all_concatenate
 
 
 def has_rows(value: object, rows: int) -> bool:
@@ -58,10 +58,10 @@ def gather_all_rows(step: StepContext, values: Tree) -> Tree:
             is_gathered = has_rows(value, step.facts.rows)
         if not is_gathered:
             return value
-        rows = all_rows(jnp.asarray(value), step.axis)
+        rows = all_concatenate(jnp.asarray(value), step.axis)
         mask = get_keras_mask(value)
         if mask is not None and not step.facts.is_local:
-            set_keras_mask(rows, all_rows(mask, step.axis))
+            set_keras_mask(rows, all_concatenate(mask, step.axis))
         return rows
 
     return tree.map_structure(gather, values)

@@ -18,7 +18,7 @@ from keras_strategies.hooks import merge as merge_lib
 from keras_strategies.hooks.variables_used import InnerScope
 from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.spmd.identity import IdentitySet
-from keras_strategies.spmd.replica_map import all_rows
+from keras_strategies.spmd.replica_map import all_concatenate
 
 Method = Callable[..., Any]
 
@@ -113,7 +113,7 @@ def _update_in_turn(
     """Updates a metric with every replica's scalars, in order of replica id."""
     leaves, structure = jax.tree.flatten((update.args, update.kwargs))
     all_leaves = [
-        all_rows(jnp.asarray(leaf)[None], step.axis)
+        all_concatenate(jnp.asarray(leaf)[None], step.axis)
         if isinstance(leaf, jax.Array)
         else [leaf] * step.num_replicas
         for leaf in leaves

@@ -160,8 +160,6 @@ def _update(
     with step.flag("in_optimizer"):
         if shardings.any_sharded(targets, step.facts.mesh):
             new = _mark_update(*args) if is_collecting() else []
-            if not new:
-                shardings.note_replicated_update(targets)
         elif step.facts.sums_later:
             new = summands.accumulate(*args)
         new = new or update(_reduce(step, grads, targets, divisor), values)
@@ -250,7 +248,6 @@ def _mark_update(
         reductions=[reduction(targets[i]) for i in present],
         specs=[shardings.get_spec(v, mesh) for v in targets],
         divisor=divisor,
-        on_replicated=lambda: shardings.note_replicated_update(targets),
         key=[*(targets[i] for i in present), *targets, optimizer, *numbers],
     )
 

@@ -21,7 +21,12 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from keras_strategies._types import Batch
-from keras_strategies.data import shuffled_orders as order_lib
+from keras_strategies.data.shuffled_orders import (
+    BatchOrder,
+    NumberedBatchOrder,
+    NumberedRowOrder,
+    RowOrder,
+)
 
 TRAINER: Any = (
     getattr(trainer_lib, "BaseTrainer", None) or vars(trainer_lib)["Trainer"]
@@ -48,16 +53,10 @@ ORDERS_ARE_NUMBERED = "_epoch" in vars(ArrayDataAdapter(np.zeros((1, 1))))
 instead of from the global random generators (3.15). The first epoch of a fit
 has the number 1."""
 
-ROW_ORDER: Any = (
-    order_lib.NumberedRowOrder if ORDERS_ARE_NUMBERED else order_lib.RowOrder
-)
+ROW_ORDER: Any = NumberedRowOrder if ORDERS_ARE_NUMBERED else RowOrder
 """The class that computes the shuffle orders for the rows of arrays."""
 
-BATCH_ORDER: Any = (
-    order_lib.NumberedBatchOrder
-    if ORDERS_ARE_NUMBERED
-    else order_lib.BatchOrder
-)
+BATCH_ORDER: Any = NumberedBatchOrder if ORDERS_ARE_NUMBERED else BatchOrder
 """The class that computes the shuffle orders for a PyDataset's batches."""
 
 _PARTIAL: Any = getattr(data_adapter_utils, "PartialBatchList", None)

@@ -1,12 +1,12 @@
 """Counts the operations of a model's training, and finds its kind of inputs."""
 
 import inspect
-from collections.abc import Sequence
+from typing import Any
 
 import jax
 import keras
 
-from keras_strategies._types import Array, Tree
+from keras_strategies._types import Tree
 from keras_strategies.passes.flops import count_training_flops
 
 
@@ -27,9 +27,7 @@ def count_model_flops(model: keras.Model, x: Tree) -> float | None:
         (model.trainable_variables, model.non_trainable_variables),
     )
 
-    def forward(
-        weights: Sequence[Array], others: Sequence[Array], x: Tree
-    ) -> Tree:
+    def forward(weights: Any, others: Any, x: Tree) -> Tree:
         # `training` is False, because some models can only be called for
         # inference, such as keras-hub's tasks.
         takes_mode = "training" in inspect.signature(model.call).parameters

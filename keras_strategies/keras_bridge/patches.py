@@ -64,12 +64,8 @@ class Patches:
         with _lock:
             if self._holders == 0:
                 for owner, name, wrap in self._find(*args):
+                    wrapper = wrap(getattr(owner, name, None))
                     previous = vars(owner).get(name)
-                    wrapper = wrap(
-                        getattr(owner, name, None)
-                        if previous is None
-                        else previous
-                    )
                     setattr(owner, name, wrapper)
                     self._patched.append((owner, name, wrapper, previous))
             self._holders += 1
@@ -94,10 +90,6 @@ class Patches:
                 setattr(owner, name, previous)
 
 
-_APPLICATIONS = "/keras-applications/"
-_WEIGHTS = ".weights.h5"
-
-
 def skip_weights() -> list[tuple[Any, str, Any]]:
     """Returns replacements of Keras's functions that load weights.
 
@@ -108,32 +100,21 @@ def skip_weights() -> list[tuple[Any, str, Any]]:
     Returns:
       Triples of a class or module, the name of its attribute, and the value.
     """
-    get_file = _wrap_get_file(keras.utils.get_file)
-
-    def load_weights(
-        model: keras.Model, filepath: Any, *args: object, **kwargs: object
-    ) -> None:
-        del model, filepath, args, kwargs
-
+    get_file = _get_file(keras.utils.get_file)
     return [
         (keras.utils, "get_file", get_file),
         (file_utils, "get_file", get_file),
-        (keras.Model, "load_weights", load_weights),
-        (keras.saving, "load_weights", load_weights),
+        (keras.Model, "load_weights", lambda *args, **kwargs: None),
+        (keras.saving, "load_weights", lambda *args, **kwargs: None),
     ]
 
 
-def _wrap_get_file(original: Callable[..., str]) -> Any:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def get_file(*args: Any, **kwargs: Any) -> str:
-        given = signature.bind(*args, **kwargs).arguments
-        origin = str(given.get("origin"))
-        name = os.path.basename(str(given.get("fname") or origin))
-        is_application = _APPLICATIONS in origin and name.endswith(".h5")
-        if is_application or name.endswith(_WEIGHTS):
-            return name
-        return original(*args, **kwargs)
-
-    return get_file
+@replacement
+def _get_file(original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    origin = str(given.get("origin"))
+    name = os.path.basename(str(given.get("fname") or origin))
+    is_application = "/keras-applications/" in origin and name.endswith(".h5")
+    if is_application or name.endswith(".weights.h5"):
+        return name
+    return original(*args, **kwargs)

@@ -17,7 +17,6 @@ _NEEDS_VALUE = (
     jax.errors.TracerIntegerConversionError,
 )
 _SEE = "docs/migration.md shows how to port a script"
-_TAPE = os.path.join("eager", "backprop.py")
 
 
 @contextlib.contextmanager
@@ -45,14 +44,13 @@ def explaining_errors(caller: str) -> Iterator[None]:
 def _explain(error: Exception, caller: str) -> Exception | None:
     is_value = isinstance(error, _NEEDS_VALUE)
     if is_value or "Tracer" in str(error):
-        line, is_tape = _find_tensorflow_call(error)
+        line = _find_tensorflow_call(error)
         if line:
-            name = "`tf.GradientTape`" if is_tape else "TensorFlow's operations"
-            fix = "`ks.GradientTape`" if is_tape else "`keras.ops`"
             return TypeError(
-                f"{name} must not be used in code that `{caller}` runs, "
-                f"because JAX traces this code. Received: {line}. Use {fix} "
-                f"instead; {_SEE}."
+                "TensorFlow's operations and `tf.GradientTape` must not be "
+                f"used in code that `{caller}` runs, because JAX traces this "
+                f"code. Received: {line}. Use `keras.ops` and "
+                f"`ks.GradientTape` instead; {_SEE}."
             )
     if is_value and caller == "run":
         return TypeError(
@@ -74,25 +72,23 @@ def _explain(error: Exception, caller: str) -> Exception | None:
     return None
 
 
-def _find_tensorflow_call(error: Exception) -> tuple[str, bool]:
+def _find_tensorflow_call(error: Exception) -> str:
     """Finds the user's line that called TensorFlow, in an error's traceback.
 
     Returns:
-      The line with its place, or "" if TensorFlow was not called; and whether
-      it called a gradient tape.
+      The line with its place, or "" if TensorFlow was not called.
     """
     tensorflow = sys.modules.get("tensorflow")
     file = getattr(tensorflow, "__file__", None)
     if file is None:
-        return "", False
+        return ""
     directory = os.path.join(os.path.dirname(file), "")
     frames = traceback.extract_tb(error.__traceback__)
-    is_tape = any(frame.filename.endswith(_TAPE) for frame in frames)
     for caller, called in itertools.pairwise(frames):
         if called.filename.startswith(directory):
             place = f"{os.path.basename(caller.filename)}:{caller.lineno}"
-            return f"`{caller.line or caller.name}` ({place})", is_tape
-    return "", False
+            return f"`{caller.line or caller.name}` ({place})"
+    return ""
 
 
 def warn_of_tensorflow_scope() -> None:

@@ -6,14 +6,14 @@ thread-local. Hooks that are installed during the trace find no context in other
 threads, and change nothing there.
 """
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from keras_strategies.passes import replay
 from keras_strategies.passes.specs import Axis
-from keras_strategies.spmd import identity as _current
 from keras_strategies.spmd.identity import (
     IdentityMap,
     IdentitySet,
@@ -27,7 +27,7 @@ variable's shape. In a replica-mapped step these are the values on one
 replica."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepFacts:
     """Properties of a step that are fixed before it is traced.
 
@@ -68,16 +68,14 @@ class StepFacts:
     has_all_rows: bool = False
     sums_later: bool = False
     is_ragged: bool = False
-    rows_of_all: Mapping[int, set[tuple[int, ...]]] = dataclasses.field(
-        default_factory=dict
-    )
+    rows_of_all: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
     rows_of_replicas: tuple[int, ...] | None = None
     global_reason: str | None = None
     share: Any = None
     loss_tracker: Any = None
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclass(kw_only=True)
 class StepFlags:
     """Flags that tell the hooks which kind of code is being traced.
 
@@ -112,7 +110,7 @@ class StepFlags:
     in_compiled: bool = False
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclass(kw_only=True)
 class StepNotes:
     """The information that the hooks record during a trace.
 
@@ -146,24 +144,20 @@ class StepNotes:
         replicas, or None; set by `demand_global_batch`.
     """
 
-    replica_seeds: IdentitySet = dataclasses.field(default_factory=IdentitySet)
-    scaled_losses: IdentitySet = dataclasses.field(default_factory=IdentitySet)
-    equal: IdentitySet = dataclasses.field(default_factory=IdentitySet)
-    metric_rules: IdentityMap[str] = dataclasses.field(
-        default_factory=IdentityMap
-    )
-    before: IdentityMap[Any] = dataclasses.field(default_factory=IdentityMap)
-    results: IdentityMap[Any] = dataclasses.field(default_factory=IdentityMap)
-    summands: IdentitySet = dataclasses.field(default_factory=IdentitySet)
-    unaggregated: IdentitySet = dataclasses.field(default_factory=IdentitySet)
-    sizes: list[tuple[float, bool, str]] = dataclasses.field(
-        default_factory=list
-    )
-    replica_uses: list[str] = dataclasses.field(default_factory=list)
+    replica_seeds: IdentitySet = field(default_factory=IdentitySet)
+    scaled_losses: IdentitySet = field(default_factory=IdentitySet)
+    equal: IdentitySet = field(default_factory=IdentitySet)
+    metric_rules: IdentityMap[str] = field(default_factory=IdentityMap)
+    before: IdentityMap[Any] = field(default_factory=IdentityMap)
+    results: IdentityMap[Any] = field(default_factory=IdentityMap)
+    summands: IdentitySet = field(default_factory=IdentitySet)
+    unaggregated: IdentitySet = field(default_factory=IdentitySet)
+    sizes: list[tuple[float, bool, str]] = field(default_factory=list)
+    replica_uses: list[str] = field(default_factory=list)
     global_batch_reason: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepContext:
     """The context of one replica-mapped step, which the hooks read.
 
@@ -174,8 +168,8 @@ class StepContext:
     """
 
     facts: StepFacts
-    flags: StepFlags = dataclasses.field(default_factory=StepFlags)
-    notes: StepNotes = dataclasses.field(default_factory=StepNotes)
+    flags: StepFlags = field(default_factory=StepFlags)
+    notes: StepNotes = field(default_factory=StepNotes)
 
     @property
     def axis(self) -> Axis:
@@ -223,9 +217,7 @@ class StepContext:
         Args:
           **facts: The attributes of `StepFacts` to replace.
         """
-        return dataclasses.replace(
-            self, facts=dataclasses.replace(self.facts, **facts)
-        )
+        return replace(self, facts=replace(self.facts, **facts))
 
     def note_size(self, size: float, is_rows: bool, of: str) -> None:
         """Records a size that may be the number of rows.
@@ -272,7 +264,7 @@ class StepContext:
             raise replica_use_error(name, self.facts.global_reason)
         self.notes.replica_uses.append(name)
 
-    def flag(self, name: str) -> contextlib.AbstractContextManager[None]:
+    def flag(self, name: str) -> AbstractContextManager[None]:
         """Sets one of the attributes of `StepFlags` while the block runs."""
         return temporary_attribute(self.flags, name, True)
 
@@ -307,20 +299,29 @@ def count_replica_uses() -> int:
     return _Uses.count
 
 
-ReplicaScope = Callable[
-    [StepContext | None], contextlib.AbstractContextManager[Any]
-]
+ReplicaScope = Callable[[StepContext | None], AbstractContextManager[Any]]
 """A function that returns a context manager, which enters a step's replica
 context; for None, that of a single replica."""
 
-current_step: Callable[[], StepContext | None] = _current.current_step
-"""Returns the replica-mapped step that this thread is tracing, or None."""
 
-step_scope = _current.step_scope
-"""Makes a step the current step of this thread while the block runs."""
+class _Current(threading.local):
+    step: StepContext | None = None
 
 
-@contextlib.contextmanager
+_current = _Current()
+
+
+def current_step() -> StepContext | None:
+    """Returns the replica-mapped step that this thread is tracing, or None."""
+    return _current.step
+
+
+def step_scope(step: StepContext) -> AbstractContextManager[None]:
+    """Makes a step the current step of this thread while the block runs."""
+    return temporary_attribute(_current, "step", step)
+
+
+@contextmanager
 def building(mesh: ReplicaMesh, replica_scope: ReplicaScope) -> Iterator[None]:
     """Enters a replica context in which models can be built.
 

@@ -55,8 +55,6 @@ class Update:
       values: The spec of each value (weight or optimizer slot).
       divisor: The number by which the sums of the gradients over the replicas
         are divided before the update.
-      on_replicated: A function that is called if the step is not cut at the
-        update, for example because the update is inside a branch or a loop.
       key: The objects that the update computes with. Another trace of the same
         step does not trace an update with the same objects again, unless the
         update contains user code.
@@ -67,7 +65,6 @@ class Update:
     gradients: tuple[Reduction, ...]
     values: tuple[Spec, ...]
     divisor: int
-    on_replicated: Callable[[], None]
     key: Sequence[object]
 
     def __call__(self, operands: Sequence[Any]) -> list[Any]:
@@ -133,7 +130,6 @@ def mark_update(
     reductions: Sequence[Reduction],
     specs: Sequence[Spec],
     divisor: int,
-    on_replicated: Callable[[], None],
     key: Sequence[object],
 ) -> list[Any]:
     """Computes `update(reduce(gradients), values)` as one marked equation.
@@ -147,7 +143,6 @@ def mark_update(
       reductions: See `Update.gradients`.
       specs: See `Update.values`.
       divisor: See `Update.divisor`.
-      on_replicated: See `Update.on_replicated`.
       key: See `Update.key`.
 
     Returns:
@@ -167,7 +162,6 @@ def mark_update(
         gradients=tuple(reductions),
         values=tuple(specs),
         divisor=divisor,
-        on_replicated=on_replicated,
         key=key,
     )
     _collected.updates[name] = marked

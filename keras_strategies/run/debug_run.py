@@ -25,15 +25,9 @@ from keras_strategies.run import replica_trace
 from keras_strategies.spmd.identity import IdentityMap, IdentitySet
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.values import PerReplica, stack_replicas
-from keras_strategies.step.ragged import (
-    ragged_call,
-    replica_merge,
-    variants,
-)
+from keras_strategies.step.ragged import ragged_call, replica_merge, variants
 from keras_strategies.variables import shardings
-from keras_strategies.variables.model_variables import (
-    defer_creation,
-)
+from keras_strategies.variables.model_variables import defer_creation
 
 
 def debug_run(
@@ -80,7 +74,7 @@ def debug_run(
         if rows:
             rows_of_all = variants.group_rows_of_all(rows[index], rows)
             step = step.with_facts(rows_of_all=rows_of_all)
-        seen = _SeenScope(step, mesh, index)
+        seen = _SeenScope(step, index)
         with scope(), defer_creation(), seen:
             with replica_trace.replica_tracing(step, replica_scope):
                 results = fn(index)
@@ -161,16 +155,12 @@ class _SeenScope(CollectingScope):
 
     Args:
       step: The context of the user's function on this replica.
-      mesh: The mesh of the replicas.
       replica: The id of this replica.
     """
 
-    def __init__(
-        self, step: StepContext, mesh: ReplicaMesh, replica: int
-    ) -> None:
+    def __init__(self, step: StepContext, replica: int) -> None:
         super().__init__()
-        self._step = step
-        self._mesh = mesh
+        self._step, self._mesh = step, step.facts.mesh
         self._replica = replica
         self.before: IdentityMap[tuple[Any, Any]] = IdentityMap()
 

@@ -48,10 +48,8 @@ class Same:
         return id(self._thing)
 
 
-def make_function_key(
-    fn: Callable[..., Any], inside: frozenset[int] = frozenset()
-) -> Hashable:
-    """Returns a key that is the same for equal functions.
+def make_key(value: Any, inside: frozenset[int] = frozenset()) -> Hashable:
+    """Returns a key that is the same for equal functions and values.
 
     Functions are equal if they have the same code, defaults and closure cells,
     and if the global names that they look up have the same values. Methods are
@@ -60,53 +58,34 @@ def make_function_key(
     tuples of these are compared by value, and anything else by identity.
 
     Args:
-      fn: A function, method, partial or other callable.
+      value: A function, method, partial or other object.
       inside: The ids of the functions whose keys are being made and will
         contain this key. They end the recursion for a recursive function.
-    """
-    if id(fn) in inside:
-        return "recursion"
-    inside = inside | {id(fn)}
-    key = functools.partial(make_value_key, inside=inside)
-    if isinstance(fn, functools.partial):
-        keywords = tuple(sorted(fn.keywords.items()))
-        return "partial", key(fn.func), key(fn.args), key(keywords)
-    if inspect.ismethod(fn):
-        return "method", Same(fn.__self__), key(fn.__func__)
-    if isinstance(fn, types.FunctionType):
-        scope = fn.__globals__
-        names = _find_global_names(fn.__code__)
-        return (
-            "function",
-            fn.__code__,
-            id(scope),
-            tuple(_make_global_key(scope, name, inside) for name in names),
-            tuple(
-                _make_cell_key(cell, inside) for cell in fn.__closure__ or ()
-            ),
-            key(fn.__defaults__),
-            key(tuple(sorted((fn.__kwdefaults__ or {}).items()))),
-        )
-    return Same(fn)
-
-
-def make_value_key(
-    value: object, inside: frozenset[int] = frozenset()
-) -> Hashable:
-    """Returns a key for a value.
-
-    Plain values are compared by value, and other objects by identity.
     """
     if isinstance(value, float | complex):
         # `repr` distinguishes 0.0 from -0.0, and NaN equals itself.
         return type(value), repr(value)
     if isinstance(value, _PLAIN):
         return type(value), value
-    if isinstance(value, _CALLABLES):
-        return make_function_key(value, inside)
-    if type(value) is tuple:
-        return "tuple", tuple(make_value_key(v, inside) for v in value)
-    return Same(value)
+    if type(value) is not tuple and not isinstance(value, _CALLABLES):
+        return Same(value)
+    if id(value) in inside:
+        return "recursion"
+    key = functools.partial(make_key, inside=inside | {id(value)})
+    if isinstance(value, tuple):
+        return "tuple", *map(key, value)
+    if isinstance(value, functools.partial):
+        keywords = tuple(sorted(value.keywords.items()))
+        return "partial", key(value.func), key(value.args), key(keywords)
+    if inspect.ismethod(value):
+        return "method", Same(value.__self__), key(value.__func__)
+    code, scope = value.__code__, value.__globals__
+    names = _find_global_names(code)
+    used = [_make_global_key(scope, name, key) for name in names]
+    used += [_make_cell_key(cell, key) for cell in value.__closure__ or ()]
+    keywords = tuple(sorted((value.__kwdefaults__ or {}).items()))
+    defaults = key(value.__defaults__), key(keywords)
+    return "function", code, id(scope), *used, *defaults
 
 
 @functools.cache
@@ -124,7 +103,7 @@ def _find_global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _make_global_key(
-    scope: dict[str, Any], name: str, inside: frozenset[int]
+    scope: dict[str, Any], name: str, make: Callable[[Any], Hashable]
 ) -> Hashable:
     if name not in scope:
         return None  # A built-in.
@@ -135,12 +114,14 @@ def _make_global_key(
         # The function is from another module, whose globals are assumed not to
         # change.
         return Same(value)
-    return make_value_key(value, inside)
+    return make(value)
 
 
-def _make_cell_key(cell: types.CellType, inside: frozenset[int]) -> Hashable:
+def _make_cell_key(
+    cell: types.CellType, make: Callable[[Any], Hashable]
+) -> Hashable:
     try:
-        return make_value_key(cell.cell_contents, inside)
+        return make(cell.cell_contents)
     except ValueError:  # Not assigned yet.
         return "empty"
 
@@ -151,10 +132,8 @@ STATIC = "static"
 """The layout of an argument that is not an array. Such an argument is part of
 the program."""
 
-Kind = tuple[Any, ...]
 
-
-def describe_argument(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
+def describe_argument(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Any, Any]:
     """Describes an argument of a program, its shape and its sharding.
 
     Args:
@@ -182,7 +161,7 @@ def describe_argument(leaf: Leaf, mesh: ReplicaMesh) -> tuple[Kind, Any]:
             )
         layout, sharding, array = leaf.layout, mesh.split, leaf.arrays[0]
     elif getattr(leaf, "shape", None) is None or not hasattr(leaf, "dtype"):
-        return (STATIC, None, None, make_value_key(leaf), leaf), None
+        return (STATIC, None, None, make_key(leaf), leaf), None
     elif leaf.shape:
         layout, sharding, rows = values.ROWS, mesh.split, leaf.shape[0]
         if rows is not None and (rows % mesh.num_replicas or not rows):

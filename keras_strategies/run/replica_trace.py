@@ -27,7 +27,7 @@ from keras_strategies.keras_bridge.step_context import (
 )
 from keras_strategies.kernels.kernels import kernels_for
 from keras_strategies.passes.specs import Axis
-from keras_strategies.run.function_keys import make_value_key, open_nest
+from keras_strategies.run.function_keys import make_key, open_nest
 from keras_strategies.spmd.mesh import ReplicaMesh, format_devices
 from keras_strategies.spmd.replica_map import all_max, all_min, as_number
 from keras_strategies.spmd.values import Shapes
@@ -101,19 +101,19 @@ def merge_constants(structures: list[Any]) -> list[list[Any] | None]:
     trees = [tree for tree, _ in structures]
     kinds = [[c is None for c in constants] for _, constants in structures]
     if any(t != trees[0] for t in trees) or any(k != kinds[0] for k in kinds):
-        _refuse(trees, kinds)
+        _refuse([*trees, *kinds])
     result: list[list[Any] | None] = []
     for column in zip(*[constants for _, constants in structures], strict=True):
         if column[0] is None:
             result.append(None)
             continue
         values = [value for (value,) in column]
-        if len(set(map(make_value_key, values))) == 1:
+        if len(set(map(make_key, values))) == 1:
             result.append(values[:1])
         elif all(isinstance(v, bool | int | float | complex) for v in values):
             result.append(values)
         else:
-            _refuse(trees, values)
+            _refuse(values)
     return result
 
 
@@ -145,11 +145,10 @@ def rebuild_nest(
     return jax.tree.unflatten(structure, map(leaf, constants))
 
 
-def _refuse(trees: list[Any], leaves: list[Any]) -> NoReturn:
+def _refuse(results: list[Any]) -> NoReturn:
     raise ValueError(
         "All replicas must return results of the same structure. Received: "
-        f"{[str(tree) for tree in trees]} with leaves {leaves}. Return the "
-        "same nest on every replica."
+        f"{results}. Return the same nest on every replica."
     )
 
 

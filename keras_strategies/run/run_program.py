@@ -18,12 +18,8 @@ import numpy as np
 
 from keras_strategies._types import Array, Tree
 from keras_strategies.hooks import on_read, seeds
-from keras_strategies.hooks.variables_used import (
-    CollectingScope,
-    LiftingScope,
-)
+from keras_strategies.hooks.variables_used import CollectingScope, LiftingScope
 from keras_strategies.keras_bridge.step_context import ReplicaScope
-from keras_strategies.passes.marked_updates import collect_updates
 from keras_strategies.passes.replay import separate_trace
 from keras_strategies.run import replica_trace
 from keras_strategies.spmd import compiled
@@ -39,12 +35,7 @@ from keras_strategies.spmd.replica_map import (
     split_spec,
 )
 from keras_strategies.spmd.sharded_map import sharded_map
-from keras_strategies.spmd.values import (
-    STACKED,
-    PerReplica,
-    Shapes,
-    stack_replicas,
-)
+from keras_strategies.spmd.values import STACKED, PerReplica, stack_replicas
 from keras_strategies.step import output_shardings
 from keras_strategies.step.ragged import replica_merge
 from keras_strategies.step.ragged.ragged_call import BranchResult, call_ragged
@@ -110,8 +101,6 @@ class RunProgram:
         # For each replica, the row counts or shapes of all uneven arguments.
         uneven = [counts for counts in rows if counts is not None]
         self._variant_rows = list(zip(*uneven, strict=True))
-        self.lifted: list[keras.Variable] = []
-        self._trainable: list[tuple[Any, bool]] = []
         # Lifted variables: written, with separate copies, and all others.
         self._written: list[keras.Variable] = []
         self._on_read: list[keras.Variable] = []
@@ -119,7 +108,6 @@ class RunProgram:
         self._last_read: list[Any] = []
         # The last call's variables, and whether all replicas wrote the same.
         self._same: list[tuple[keras.Variable, Any]] | None = None
-        self._program: Any = None
         note_devices(mesh)
 
     def prepare(
@@ -161,7 +149,6 @@ class RunProgram:
             # Here, variables are zeros: no later trace may reuse an inner one.
             with (
                 separate_trace("ks.lifting"),
-                collect_updates(),
                 replica_trace.replica_tracing(step, self._replica_scope),
             ):
                 self._fn(leaves)
@@ -218,7 +205,7 @@ class RunProgram:
             for reference, flag in self._trainable
         )
 
-    def __call__(self, leaves: list[Any], last: Owned) -> Tree:
+    def __call__(self, leaves: list[Any], last: dict[int, Any]) -> Tree:
         """Runs the function once on every replica.
 
         Args:
@@ -249,25 +236,25 @@ class RunProgram:
             self._check_last()
         return self._make_results(report, arrays, sums)
 
-    def _collect_state(self, last: Owned) -> tuple[list[Any], list[Any]]:
+    def _collect_state(self, last: dict[int, Any]) -> tuple[Any, Any]:
         """Returns the values of written and read variables for the program."""
         written, read, mesh = self._written, self._read, self._mesh
         values = [v._value for v in written]
-        known = [last.get(id(v)) for v in written]
+        references = [last.get(id(v)) for v in written]
         is_rivalled = has_rivals(mesh)
         # Arrays that a program returned, and that only the variables refer to,
         # can be donated. Others are checked, and copied if used elsewhere.
-        if is_rivalled or not are_unshared(values, known):
-            pairs = zip(map(id, values), known, strict=True)
-            returned = None if is_rivalled else {k: r for k, r in pairs if r}
-            take_ownership(values, written, (), returned, mesh, donate=True)
+        if is_rivalled or not are_unshared(values, references):
+            arrays = (reference() for reference in references if reference)
+            owned = Owned((id(a), a) for a in arrays if a is not None)
+            owned = None if is_rivalled else owned
+            take_ownership(values, written, (), owned, mesh, donate=True)
         shared = [v._value for v in read]
         if not refer_to(self._last_read, shared):
-            references = list(map(weakref.ref, shared))
             take_ownership(shared, read, (), None, mesh, donate=False)
-            # If arrays had to be moved, check all of them at the next call.
-            are_moved = not refer_to(references, shared)
-            self._last_read = [] if are_moved else references
+            # If arrays had to be moved, the variables do not have these, so all
+            # of them are checked again at the next call.
+            self._last_read = list(map(weakref.ref, shared))
         return values, shared
 
     def _check_last(self) -> None:
@@ -284,10 +271,12 @@ class RunProgram:
         sums: list[Any],
     ) -> Tree:
         totals = dict(zip(report.summed, sums, strict=True))
-        wrapped = (
-            self._wrap_array(array, totals.get(k), report.shapes[k])
+        wrapped = [
+            PerReplica.of(array, STACKED, totals.get(k), report.shapes[k])
             for k, array in enumerate(arrays)
-        )
+        ]
+        if self._mesh.num_replicas == 1:
+            wrapped = [array[0] for array in arrays]
         return replica_trace.rebuild_nest(
             report.structure, report.constants, wrapped, self._wrap_differing
         )
@@ -298,13 +287,6 @@ class RunProgram:
         mesh, of = self._mesh, self._variant_rows
         local = [values[variants.index(of[r])] for r in mesh.local_replicas]
         return PerReplica.of(stack_replicas(local, mesh), STACKED)
-
-    def _wrap_array(
-        self, array: Array, total: Array | None, shapes: Shapes | None
-    ) -> Array | PerReplica:
-        if self._mesh.num_replicas == 1:
-            return array[0]
-        return PerReplica.of(array, STACKED, total, shapes)
 
     # The methods below are called while the program is traced.
 

@@ -23,9 +23,6 @@ from keras_strategies.spmd import host_arrays
 from keras_strategies.spmd import rows as rows_lib
 from keras_strategies.spmd.mesh import ReplicaMesh, has_sharding
 
-_Flat = tuple[list[Any], PyTreeDef, tuple[int, ...]]
-"""The leaves of a batch, their structure, and the rows of each process."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostBatch:
@@ -65,28 +62,6 @@ class RowShape:
     rows: int
     steps: int
     parts: tuple[int, ...] | None = None
-
-    def without_padding(self, leaf: Array, axis: int) -> Array:
-        """Removes an array's padding rows; the other rows keep their order.
-
-        Args:
-          leaf: A NumPy or traced array.
-          axis: The dimension of the rows.
-
-        Returns:
-          An array of shape (..., rows, ...), with `rows` entries along `axis`.
-        """
-        before = (slice(None),) * axis
-        if self.parts is None:
-            return leaf[(*before, slice(self.rows))]
-        block = leaf.shape[axis] // len(self.parts)
-        pieces = [
-            leaf[(*before, slice(p * block, p * block + count))]
-            for p, count in enumerate(self.parts)
-            if count
-        ]
-        library = np if isinstance(leaf, np.ndarray) else jax.numpy
-        return library.concatenate(pieces, axis=axis)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,7 +187,7 @@ def place(batches: Sequence[HostBatch], mesh: ReplicaMesh) -> Execution:
     """
     flat = [(*jax.tree.flatten(b.data), b.parts) for b in batches]
 
-    def describe(batch: _Flat) -> tuple[Any, ...]:
+    def describe(batch: tuple[Any, ...]) -> tuple[Any, ...]:
         leaves, structure, parts = batch
         return structure, parts, [(np.shape(x), x.dtype) for x in leaves]
 
@@ -304,15 +279,31 @@ def _is_placed(leaf: object, mesh: ReplicaMesh) -> bool:
 def cut_padding(data: Batch, shape: RowShape) -> Batch:
     """Cuts off the padding rows of a batch. Jit-compatible.
 
+    Args:
+      data: A nest of NumPy or traced arrays. The rows are in the second
+        dimension if there are several steps, else in the first.
+      shape: The arrangement of the rows.
+
     Returns:
-      The batch with `shape.rows` rows. The rows are in the second dimension if
-      there are several steps, else in the first.
+      The batch with `shape.rows` rows, in the same order.
     """
     axis = int(shape.steps > 1)
+    before = (slice(None),) * axis
 
-    def cut(leaf: jax.Array) -> jax.Array:
-        is_unpadded = leaf.shape[axis] == shape.rows
-        return leaf if is_unpadded else shape.without_padding(leaf, axis)
+    def cut(leaf: Array) -> Array:
+        padded, parts = leaf.shape[axis], shape.parts
+        if padded == shape.rows:
+            return leaf
+        if parts is None:
+            return leaf[(*before, slice(shape.rows))]
+        block = padded // len(parts)
+        pieces = [
+            leaf[(*before, slice(p * block, p * block + count))]
+            for p, count in enumerate(parts)
+            if count
+        ]
+        library = np if isinstance(leaf, np.ndarray) else jax.numpy
+        return library.concatenate(pieces, axis=axis)
 
     return jax.tree.map(cut, data)
 

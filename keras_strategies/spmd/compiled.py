@@ -19,14 +19,11 @@ from keras_strategies.passes.hlo import (
     list_collectives,
     parse,
 )
-from keras_strategies.spmd.dispatch import (
-    choosing_cached,
-    without_jax_cache,
-)
+from keras_strategies.spmd.dispatch import choosing_cached, without_jax_cache
 from keras_strategies.spmd.mesh import ReplicaMesh
 
 BYTES_PER_MB = 1e6
-_WRAPPED = re.compile(r"^(?:jvp|transpose|vmap)\((.*)\)$")
+_TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap)\(|\)")
 _NO_LAYER = re.compile(
     r"^(?:jit\(.*|pjit|shard_map|while|body|cond|branch_\d+_fun|closed_call|"
     r"checkpoint|remat2?|rematted_computation|custom_[jv][vj]p_call\w*|)$"
@@ -251,12 +248,8 @@ def compile_program(
 
 def describe_source(instruction: Instruction) -> str:
     """Returns a text such as "gather in random_rotation"."""
-    parts = instruction.source.split("/")
-    for k, part in enumerate(parts):
-        while match := _WRAPPED.match(part):
-            part = match[1]
-        parts[k] = part
-    operation = parts[-1] or instruction.opcode
-    layers = [part for part in parts[:-1] if not _NO_LAYER.match(part)]
+    source = _TRANSFORMED.sub("", instruction.source)
+    *names, operation = source.split("/")
+    layers = [name for name in names if not _NO_LAYER.match(name)]
     where = "/".join(layers)[:_MAX_LENGTH] or "the step"
-    return f"{operation[:_MAX_LENGTH]} in {where}"
+    return f"{(operation or instruction.opcode)[:_MAX_LENGTH]} in {where}"

@@ -31,9 +31,6 @@ from keras_strategies.names.phases import DEVICE, PROGRAM, Phase
 from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 
-_NEVER = 1e9
-"""A time to compile, in seconds, that no program takes."""
-
 _turn = threading.Lock()
 _in_flight: jax.Array | None = None
 Starter = Callable[[int, Callable[..., Any], tuple[Any, ...]], Any]
@@ -70,7 +67,8 @@ def without_jax_cache() -> contextlib.AbstractContextManager[Any]:
     """
     from jax._src import config
 
-    return config.persistent_cache_min_compile_time_secs(_NEVER)
+    # No program takes so many seconds to compile.
+    return config.persistent_cache_min_compile_time_secs(1e9)
 
 
 @contextlib.contextmanager

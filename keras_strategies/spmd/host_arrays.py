@@ -7,15 +7,12 @@ arrays at aligned addresses.
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from keras_strategies._types import Array, Leaf
-
-if TYPE_CHECKING:
-    from numpy.typing import DTypeLike
 
 _ALIGNMENT = 64
 # For smaller arrays, aligning the address takes longer than JAX's copy.
@@ -38,20 +35,11 @@ def holds_numbers(leaf: object) -> bool:
     return getattr(leaf, "dtype", np.dtype("O")).kind not in "OSUmM"
 
 
-def empty(shape: tuple[int, ...], dtype: "DTypeLike") -> np.ndarray:
-    """Returns an uninitialized array that JAX can use without a copy."""
-    dtype = np.dtype(dtype)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    buffer = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % _ALIGNMENT
-    return buffer[start : start + num_bytes].view(dtype).reshape(shape)
-
-
 def copy_on_host(array: np.ndarray) -> np.ndarray:
     """Returns a copy of an array; a large copy gets an aligned address."""
-    if array.nbytes < _MIN_BYTES or not _is_plain(array):
+    copy = _make_aligned(array.shape, array)
+    if copy is None:
         return np.array(array)
-    copy = empty(array.shape, array.dtype)
     np.copyto(copy, array)
     return copy
 
@@ -104,21 +92,35 @@ def take_rows(array: np.ndarray, indices: np.ndarray) -> np.ndarray:
       array: The array.
       indices: Indices of the rows, all of them in range and nonnegative.
     """
-    row_bytes = array.nbytes // max(len(array), 1)
-    if row_bytes * len(indices) < _MIN_BYTES or not _is_plain(array):
+    rows = _make_aligned((len(indices), *array.shape[1:]), array)
+    if rows is None:
         return array[indices]
-    rows = empty((len(indices), *array.shape[1:]), array.dtype)
     # With other modes than "clip", NumPy fills a temporary array first.
     return np.take(array, indices, axis=0, out=rows, mode="clip")
 
 
 def stack_arrays(arrays: list[np.ndarray]) -> np.ndarray:
     """Stacks arrays of one shape and dtype along a new first dimension."""
-    first = arrays[0]
-    if len(arrays) * first.nbytes < _MIN_BYTES or not _is_plain(first):
-        return np.stack(arrays)
-    return np.stack(arrays, out=empty((len(arrays), *first.shape), first.dtype))
+    shape = (len(arrays), *arrays[0].shape)
+    return np.stack(arrays, out=_make_aligned(shape, arrays[0]))
 
 
-def _is_plain(array: np.ndarray) -> bool:
-    return type(array) is np.ndarray and not array.dtype.hasobject
+def _make_aligned(
+    shape: tuple[int, ...], like: np.ndarray
+) -> np.ndarray | None:
+    """Returns an uninitialized array that JAX can use without a copy.
+
+    Args:
+      shape: The shape of the array.
+      like: An array of the same dtype.
+
+    Returns:
+      The array; None if it would be small, or `like` is not a plain array.
+    """
+    num_bytes = math.prod(shape) * like.dtype.itemsize
+    is_plain = type(like) is np.ndarray and not like.dtype.hasobject
+    if num_bytes < _MIN_BYTES or not is_plain:
+        return None
+    buffer = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT
+    return buffer[start : start + num_bytes].view(like.dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""Objects: containers keyed by identity, and temporary attributes.
+"""Containers keyed by the identity of objects, and temporary attributes.
 
 `==` compares traced arrays and Keras variables entry by entry, so they cannot
 be keys of a dict. These containers compare keys by `id` and keep them alive, so
@@ -6,7 +6,6 @@ that Python cannot reuse the id of a key for another object.
 """
 
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -74,24 +73,3 @@ def temporary_attribute(
         yield
     finally:
         setattr(owner, name, before)
-
-
-class _Current(threading.local):
-    step: Any = None
-
-
-_current = _Current()
-
-
-def current_step() -> Any:
-    """Returns the step that this thread is tracing.
-
-    Returns:
-      A `StepContext` (a class of a higher layer), or None outside of a trace.
-    """
-    return _current.step
-
-
-def step_scope(step: object) -> contextlib.AbstractContextManager[None]:
-    """Makes `step` this thread's current step while a `with` block runs."""
-    return temporary_attribute(_current, "step", step)

@@ -154,9 +154,7 @@ def replica_id(axis: Axis) -> jax.Array | int:
 
 
 def all_sum(
-    leaves: Sequence[jax.Array],
-    axis: Axis,
-    sum_dtype: str | None = None,
+    leaves: Sequence[jax.Array], axis: Axis, sum_dtype: str | None = None
 ) -> list[jax.Array]:
     """Sums each array over the replicas.
 
@@ -230,13 +228,10 @@ def all_mean(leaf: jax.Array, axis: Axis) -> jax.Array:
     return _one(lambda a: jax.lax.pmean(a, axis), leaf)
 
 
-def all_rows(leaf: jax.Array, axis: Axis) -> jax.Array:
-    """Concatenates the rows of all replicas, in their order; differentiable."""
-    return all_concatenate(leaf, axis, 0)
-
-
-def all_concatenate(leaf: jax.Array, axis: Axis, dim: int) -> jax.Array:
+def all_concatenate(leaf: jax.Array, axis: Axis, dim: int = 0) -> jax.Array:
     """Concatenates the replicas' arrays along `dim`; differentiable.
+
+    The default dimension is that of the rows.
 
     The arrays must have the same shape, with one exception: while replicas with
     different numbers of rows are replayed or run in lockstep (see `replay` and

@@ -155,6 +155,7 @@ class _SectionedStep:
     ) -> None:
         (equation,) = traced.jaxpr.eqns
         self._mesh = mesh
+        self._per_replica = _Want(_Result.PER_REPLICA, split_spec(mesh))
         self._jaxpr: Jaxpr = equation.params["jaxpr"]
         self._updates = {} if has_references(self._jaxpr) else updates
         # Arrays outside of the mapped sections: the step's inputs and the
@@ -175,13 +176,9 @@ class _SectionedStep:
                 self._global[inner] = outer[operand]
                 self._specs[inner] = known[operand]
         self._section_by_var: dict[Var, int] = {}
-        self._sections: list[list[Any]] = [[]]
-        self._updates_after: list[list[tuple[Any, Update]]] = [[]]
+        # For each mapped section, its equations, and the updates after it.
+        self._sections: list[tuple[list[Any], list[Any]]] = [([], [])]
         self._divide()
-        cut = [u for after in self._updates_after for _, u in after]
-        for update in updates.values():
-            if not any(update is u for u in cut):
-                update.on_replicated()
         # Results that sections have already returned. The keys are those of the
         # sections' plans (see `_plans`).
         self._returned: dict[Any, Any] = {}
@@ -196,12 +193,11 @@ class _SectionedStep:
                 place = last_action = max(place, last_action)
             update = find_update(equation, self._updates)
             if update is None:
-                self._sections[place].append(equation)
+                self._sections[place][0].append(equation)
             else:
-                self._updates_after[place].append((equation, update))
+                self._sections[place][1].append((equation, update))
                 if place + 1 == len(self._sections):
-                    self._sections.append([])
-                    self._updates_after.append([])
+                    self._sections.append(([], []))
                 self._specs |= zip(equation.outvars, update.values, strict=True)
                 # The results of an update are available from the next section
                 # on.
@@ -225,10 +221,11 @@ class _SectionedStep:
         ]
         plans = self._plans(outputs)
         for k, plan in enumerate(plans):
-            if plan or any(map(has_effects, self._sections[k])):
+            equations, updates = self._sections[k]
+            if plan or any(map(has_effects, equations)):
                 self._compute_section(k, plan)
-            for equation, update in self._updates_after[k]:
-                self._apply(equation, update)
+            for update in updates:
+                self._apply(*update)
         return [self._value(v, want) for v, want in outputs]
 
     def _plans(self, outputs: Iterable[Any]) -> list[dict[Any, Any]]:
@@ -249,17 +246,13 @@ class _SectionedStep:
         for output in outputs:
             want(*output)
         for k in range(len(plans) - 1, -1, -1):
-            for equation, update in self._updates_after[k]:
-                for operand in _operands(equation, update):
+            for update in self._sections[k][1]:
+                for operand in _operands(*update):
                     want(*operand)
             for variable in self._find_inputs(k, plans[k]):
                 if variable not in self._specs:
                     want(variable, self._per_replica)
         return plans
-
-    @property
-    def _per_replica(self) -> _Want:
-        return _Want(_Result.PER_REPLICA, split_spec(self._mesh))
 
     def _is_global(self, variable: Var | Literal, want: _Want) -> bool:
         return (
@@ -276,7 +269,7 @@ class _SectionedStep:
     def _equations(self, k: int, plan: dict[Any, Any]) -> list[Any]:
         """Returns the equations that a section's results or effects require."""
         outputs = [v for v, _ in plan.values()]
-        return needed_equations(self._sections[k], outputs, has_effects)
+        return needed_equations(self._sections[k][0], outputs, has_effects)
 
     def _find_inputs(self, k: int, plan: dict[Any, Any]) -> list[Var]:
         """Returns the variables that a section reads but does not compute.

@@ -109,23 +109,16 @@ class PerReplica(DistributedValues):
                 "device of the program has only one component. Use "
                 "`strategy.extended.reduce_to`."
             )
-        shards = self._shards()
+        # A replica's part comes from its first core in this process.
+        parts: dict[int, Any] = {}
+        for shard in self.arrays[0].addressable_shards:
+            parts.setdefault(shard.index[0].start or 0, shard.data)
+        shards = sorted(parts.items(), key=lambda part: part[0])
         if self.layout == ROWS:
             return tuple(data for _, data in shards)
         if self.shapes is not None:
             return tuple(cut(data[0], self.shapes[i]) for i, data in shards)
         return tuple(data[0] for _, data in shards)
-
-    def _shards(self) -> list[tuple[int, Any]]:
-        """Returns this process's parts of the array as pairs (start row, part).
-
-        A replica's part comes from its first core in this process.
-        """
-        (array,) = self.arrays
-        shards: dict[int, Any] = {}
-        for shard in array.addressable_shards:
-            shards.setdefault(shard.index[0].start or 0, shard.data)
-        return sorted(shards.items(), key=lambda shard: shard[0])
 
     def _shapes_of_components(
         self, struct: jax.ShapeDtypeStruct

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from keras_strategies._types import Groups, Tree
-from keras_strategies.spmd.batches import Segment
+from keras_strategies.spmd.batches import Segment, cut_padding
 from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.step.model_program import ModelProgram
 
@@ -50,7 +50,7 @@ class PredictProgram(ModelProgram):
         def cut(output: jax.Array) -> np.ndarray:
             host, axis = np.asarray(output), int(segment.steps > 1)
             if is_padded:
-                host = segment.shape.without_padding(host, axis)
+                host = cut_padding(host, segment.shape)
             return host.reshape(-1, *host.shape[axis + 1 :])
 
         return jax.tree.map(cut, outputs)

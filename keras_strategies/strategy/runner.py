@@ -21,8 +21,7 @@ from keras_strategies.run.function_keys import (
     STATIC,
     describe_argument,
     is_closed,
-    make_function_key,
-    make_value_key,
+    make_key,
     open_nest,
 )
 from keras_strategies.run.run_program import RunProgram
@@ -101,7 +100,7 @@ class Runner:
 
     def _run_compiled(self, call: "_Call", arguments: list[_Argument]) -> Tree:
         kept = tuple(kind[:4] for kind, _ in arguments)
-        key = (make_function_key(call.fn), call.structure, kept, call.is_update)
+        key = (make_key(call.fn), call.structure, kept, call.is_update)
         # One for each set of trainable variables, because a loop may alternate.
         programs = self._programs.get(key, [])
         program = next((p for p in programs if p.is_current), None)
@@ -180,7 +179,7 @@ class Runner:
             )
             array = leaf if is_placed else jax.device_put(leaf, replicated)
             return (REPLICATED, array.shape, array.dtype, None), array
-        return (STATIC, None, None, make_value_key(leaf), leaf), None
+        return (STATIC, None, None, make_key(leaf), leaf), None
 
     def _combine_components(
         self, value: values.PerReplica

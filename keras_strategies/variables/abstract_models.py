@@ -10,6 +10,7 @@ import keras
 
 from keras_strategies.keras_bridge.keras_names import TRAINER
 from keras_strategies.keras_bridge.patches import Patches, replacement
+from keras_strategies.spmd.identity import IdentitySet
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.variables import initial_values
 from keras_strategies.variables.abstract_variables import (
@@ -94,8 +95,7 @@ def materialize(
     # Includes the slots of a custom loop's optimizer, which are not variables
     # of the model.
     slots = [slot for variable in variables for slot in list_slots(variable)]
-    by_id = {id(variable): variable for variable in (*variables, *slots)}
-    waiting = list(filter(is_abstract, by_id.values()))
+    waiting = list(filter(is_abstract, IdentitySet((*variables, *slots))))
     # Variables that the model and its nested models create from now on get
     # values.
     for layer in model._flatten_layers():
@@ -134,22 +134,16 @@ def _wrap_build(
 
 @replacement
 def _init(
-    original: Callable[..., None],
-    model: keras.Model,
-    *args: Any,
-    **kwargs: Any,
+    original: Callable[..., None], model: keras.Model, *args: Any, **kwargs: Any
 ) -> None:
     """Creates a model, and marks it if it is created without values."""
     original(model, *args, **kwargs)
     if not is_creating_abstract():
         return
-    model_values = {
-        _MARK: True,
-        "build": _wrap_build(model, model.build),
-        "_maybe_build": _wrap_build(model, model._maybe_build),
-    }
-    for name, value in model_values.items():
-        object.__setattr__(model, name, value)
+    attributes = model.__dict__
+    attributes[_MARK] = True
+    attributes["build"] = _wrap_build(model, model.build)
+    attributes["_maybe_build"] = _wrap_build(model, model._maybe_build)
 
 
 _patches = Patches(lambda: [(TRAINER, "__init__", _init)])

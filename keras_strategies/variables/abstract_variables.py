@@ -25,10 +25,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras_strategies._types import Array
 from keras_strategies.keras_bridge.patches import Patches, replacement
 from keras_strategies.spmd.identity import temporary_attribute
-from keras_strategies.variables.sharded_variable import (
-    make_plain,
-    make_sharded,
-)
+from keras_strategies.variables.sharded_variable import make_plain, make_sharded
 from keras_strategies.variables.shardings import get_placement
 
 MAX_REAL_SIZE = 64
@@ -101,9 +98,6 @@ class _Process:
     store: ValueStore | None = None
 
 
-_process = _Process()
-
-
 class AbstractVariable(keras.Variable):
     """A variable with a shape and without a value; see `make_abstract`."""
 
@@ -122,8 +116,8 @@ class AbstractVariable(keras.Variable):
         if in_symbolic_scope() or _thread.is_inferring:
             zeros = keras.ops.zeros(self.shape, self._dtype)
             return self._maybe_autocast(zeros)
-        if _process.store is not None:
-            return self._maybe_autocast(_process.store.read(self))
+        if _Process.store is not None:
+            return self._maybe_autocast(_Process.store.read(self))
         raise RuntimeError(_message(self))
 
     def assign(self, value: Array) -> Array:
@@ -136,7 +130,7 @@ class AbstractVariable(keras.Variable):
         Returns:
           The value, in the variable's dtype.
         """
-        if get_stateless_scope() is not None or _process.store is not None:
+        if get_stateless_scope() is not None or _Process.store is not None:
             return super().assign(value)
         if not _thread.is_abstract:
             raise RuntimeError(_message(self))
@@ -147,7 +141,7 @@ class AbstractVariable(keras.Variable):
 
     def _direct_assign(self, value: Array) -> None:
         """Stores a value; Keras calls it in `assign` outside of traces."""
-        store = _process.store
+        store = _Process.store
         if store is None or not store.write(self, value):
             # Its initial value would not be its value any more.
             self.__dict__[_INITIALIZER] = None
@@ -253,7 +247,7 @@ def storing_values(
     Args:
       store: The store of the values.
     """
-    return temporary_attribute(_process, "store", store)
+    return temporary_attribute(_Process, "store", store)
 
 
 def describe(variable: keras.Variable) -> str:

@@ -36,20 +36,6 @@ _MAX_SHOWN = 4
 # Of the values that processes draw from the same seed, so many are compared.
 _MAX_COMPARED = 1 << 12
 _CONSTANTS = (keras.initializers.Zeros, keras.initializers.Ones)
-# Initializers that compute each entry from random bits. (`Orthogonal` is not
-# one of them: its decomposition depends on the kind of processor.)
-_SEEDED = (
-    keras.initializers.GlorotNormal,
-    keras.initializers.GlorotUniform,
-    keras.initializers.HeNormal,
-    keras.initializers.HeUniform,
-    keras.initializers.LecunNormal,
-    keras.initializers.LecunUniform,
-    keras.initializers.RandomNormal,
-    keras.initializers.RandomUniform,
-    keras.initializers.TruncatedNormal,
-    keras.initializers.VarianceScaling,
-)
 
 
 VariableCreator = Callable[..., keras.Variable]
@@ -177,7 +163,7 @@ def name_initializer(initializer: Any) -> str:
     if not isinstance(initializer, keras.initializers.Initializer):
         return "a function"
     name = type(initializer).__name__
-    if type(initializer) in _SEEDED:
+    if _is_seeded(initializer):
         config = initializer.get_config()
         names = sorted(config.keys() - {"seed"})
         return f"{name}({', '.join(f'{n}={config[n]}' for n in names)})"
@@ -191,6 +177,15 @@ def _is_constant(initializer: Any) -> bool:
         return isinstance(initializer.value, int | float)
     # A subclass may compute other values, in each process its own.
     return type(initializer) in _CONSTANTS
+
+
+def _is_seeded(initializer: Any) -> bool:
+    """Returns whether Keras's initializer makes each entry from random bits.
+
+    `Orthogonal` does not: its decomposition depends on the kind of processor.
+    """
+    kind, other = type(initializer), keras.initializers.Orthogonal
+    return kind is not other and kind.__module__ == other.__module__
 
 
 def place(value: Array, sharding: NamedSharding) -> jax.Array:
@@ -227,7 +222,7 @@ class _FromChief:
         # trace the same program, and no process should have to store the full
         # value. So the chief sends only the seed, if the initializer has one.
         seed = getattr(self.initializer, "seed", None)
-        is_seeded = is_tracing() or type(self.initializer) in _SEEDED
+        is_seeded = is_tracing() or _is_seeded(self.initializer)
         if is_seeded and isinstance(seed, int):
             return self._draw(seed, shape, dtype=dtype, **kwargs)
         with jax.ensure_compile_time_eval():
@@ -278,7 +273,12 @@ def broadcast(values: Sequence[Any], mesh: ReplicaMesh) -> list[jax.Array]:
     Returns:
       The chief's arrays, replicated on all devices of the mesh.
     """
-    split = _split(mesh)
+    # An array has a row for each device, not for each replica: the cores of a
+    # replica may belong to several processes, which would provide the same row.
+    split = mesh.split
+    if mesh.cores_per_replica > 1:
+        devices = make_mesh(mesh.devices, (mesh.axis,))
+        split = NamedSharding(devices, PartitionSpec(mesh.axis))
 
     def column(value: Array) -> jax.Array:
         host = np.asarray(value)[None]
@@ -311,19 +311,6 @@ def place_from_chief(
         divide = jax.jit(list, out_shardings=[sharding])
         placed += dispatch(mesh, divide, broadcast([value], mesh))
     return placed
-
-
-def _split(mesh: ReplicaMesh) -> NamedSharding:
-    """Returns the sharding that puts one row of an array on each device.
-
-    The array has a row for each device, not for each replica, because the cores
-    of one replica may belong to several processes. With one row per replica,
-    these processes would all provide the same row.
-    """
-    if mesh.cores_per_replica == 1:
-        return mesh.split
-    devices = make_mesh(mesh.devices, (mesh.axis,))
-    return NamedSharding(devices, PartitionSpec(mesh.axis))
 
 
 @functools.cache

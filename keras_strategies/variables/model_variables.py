@@ -19,24 +19,19 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_strategies._types import Array
 from keras_strategies.keras_bridge.step_context import Group
 from keras_strategies.spmd.mesh import (
     ReplicaMesh,
     copy_with_sharding,
     has_sharding,
 )
-from keras_strategies.variables.abstract_variables import (
-    refuse_abstract,
-)
+from keras_strategies.variables.abstract_variables import refuse_abstract
 from keras_strategies.variables.shardings import get_sharding
-from keras_strategies.variables.variable_creator import (
-    variable_creator_scope,
-)
+from keras_strategies.variables.variable_creator import variable_creator_scope
 
-Owned = dict[int, "weakref.ref[Any]"]
-"""Weak references, by id, to arrays that steps returned. No other array shares
-the buffers of these arrays."""
+Owned = weakref.WeakValueDictionary[int, Any]
+"""Arrays that steps returned, by their ids. No other array shares the buffers
+of these arrays."""
 
 _device_sets: set[frozenset[jax.Device]] = set()
 """The devices of every strategy whose steps may donate their state."""
@@ -92,7 +87,16 @@ def read_learning_rates(model: keras.Model) -> dict[str, float]:
     several = keras.optimizers.MultiOptimizer
     if optimizer is None or isinstance(optimizer, several):
         return {}
-    rate = _compute_rate(model, optimizer)
+    rate: Any = optimizer._learning_rate
+    if isinstance(rate, keras.Variable):
+        rate = _read_values(model, [rate])[0]
+    else:
+        # A schedule computes the rate from the optimizer's step. A function may
+        # also read other scalars of the optimizer.
+        scalars = [v for v in model.optimizer.variables if v.shape == ()]
+        values = _read_values(model, scalars)
+        with keras.StatelessScope(list(zip(scalars, values, strict=True))):
+            rate = keras.ops.convert_to_numpy(optimizer.learning_rate)
     return {"learning_rate": float(rate)} if np.ndim(rate) == 0 else {}
 
 
@@ -112,20 +116,6 @@ def _unwrap_optimizer(model: keras.Model) -> keras.optimizers.Optimizer | None:
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     is_known = isinstance(optimizer, keras.optimizers.Optimizer)
     return optimizer if is_known else None
-
-
-def _compute_rate(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer
-) -> Array:
-    rate = optimizer._learning_rate
-    if isinstance(rate, keras.Variable):
-        return _read_values(model, [rate])[0]
-    # A schedule computes the rate from the optimizer's step. A function may
-    # also read other scalars of the optimizer.
-    scalars = [v for v in model.optimizer.variables if v.shape == ()]
-    values = _read_values(model, scalars)
-    with keras.StatelessScope(list(zip(scalars, values, strict=True))):
-        return keras.ops.convert_to_numpy(optimizer.learning_rate)
 
 
 def _read_values(
@@ -231,7 +221,9 @@ def take_ownership(
             value = copy_with_sharding(value, sharding)
         elif donate:
             known = sum(i < len(h) and h[i] is value for h in holders)
-            is_ours = owned is not None and (known or _is_among(value, owned))
+            is_ours = owned is not None and (
+                known or owned.get(id(value)) is value
+            )
             num_others = counts[i] - baseline - known
             # The variable itself may also refer to the array. If anything else
             # does, the array must not be donated.
@@ -288,20 +280,6 @@ def refer_to(references: list[Any], values: Group) -> bool:
         reference() is value
         for reference, value in zip(references, values, strict=True)
     )
-
-
-def update_owned(owned: Owned, state: Sequence[Group]) -> Owned:
-    """Returns `owned` without arrays that are gone, plus a state's arrays."""
-    owned = {key: array for key, array in owned.items() if array() is not None}
-    for group in state:
-        arrays = [array for array in group if array is not None]
-        owned |= {id(array): weakref.ref(array) for array in arrays}
-    return owned
-
-
-def _is_among(array: object, owned: Owned) -> bool:
-    reference = owned.get(id(array))
-    return reference is not None and reference() is array
 
 
 def _count_references(group: Group) -> list[int]:

@@ -15,10 +15,7 @@ from typing import Any
 import keras
 
 from keras_strategies.cluster.checks import check_number
-from keras_strategies.spmd.mesh import (
-    ReplicaMesh,
-    standardize_reduce_dtype,
-)
+from keras_strategies.spmd.mesh import ReplicaMesh, standardize_reduce_dtype
 
 MIN_SIZE = 2**14
 """The default `min_size`: variables with fewer entries are not sharded."""
@@ -169,7 +166,6 @@ class Partitioner:
       original: The argument `partitioner`.
       shards: The number of replicas over which a variable is sharded.
       has_replicated_weights: Whether only gradients and slots are sharded.
-      offload: "optimizer" if the host stores optimizer slots, else None.
       sum_dtype: The dtype in which gradients are summed; None for the dtype of
         the gradients.
 
@@ -181,11 +177,9 @@ class Partitioner:
         _check_partitioner(partitioner)
         self.original = partitioner
         self.has_replicated_weights = isinstance(partitioner, SlotsOnly)
-        self.offload: str | None = getattr(partitioner, "offload", None)
         shards = getattr(partitioner, "shards", None)
-        self.sum_dtype: str | None = None
-        if isinstance(partitioner, FullySharded):
-            self.sum_dtype = partitioner.reduce_dtype
+        is_known = isinstance(partitioner, FullySharded)
+        self.sum_dtype = partitioner.reduce_dtype if is_known else None
         own = mesh.replicas_per_process
         default = own if own > 1 else mesh.num_replicas
         # The mesh of the strategy checks that they divide the replicas.
@@ -232,15 +226,7 @@ class Partitioner:
             raise
         if dim is None:
             return None
-        self._check_answer(dim, path, shape)
-        if any(over_cores[dim : dim + 1]):
-            raise ValueError(
-                "A dimension cannot be sharded over both the replicas and a "
-                "replica's cores. Received: `variable_partitioner` returned "
-                f"{dim!r} for variable {path!r} of shape {shape}, but "
-                f"`layout_map` shards this dimension over "
-                f"{over_cores[dim]!r}. Return another dimension, or None."
-            )
+        self._check_answer(dim, path, shape, over_cores)
         return int(dim)
 
     @property
@@ -255,7 +241,8 @@ class Partitioner:
     def offloads(self, weight: keras.Variable) -> bool:
         """Returns whether a weight's slots are in the memory of the host."""
         min_size = getattr(self.original, "min_size", MIN_SIZE)
-        return bool(self.offload) and math.prod(weight.shape) >= min_size
+        is_large = math.prod(weight.shape) >= min_size
+        return is_large and bool(getattr(self.original, "offload", None))
 
     @property
     def is_function(self) -> bool:
@@ -265,42 +252,29 @@ class Partitioner:
     @property
     def name(self) -> str:
         """The partitioner's name, with its options but without `shards`."""
-        partitioner: Any = self.original
-        kind = type(partitioner)
-        if self.is_function:
-            return getattr(partitioner, "__name__", kind.__name__)
-        options = list_options(partitioner).items()
-        given = [f"{name}={v!r}" for name, v in options if name != "shards"]
-        return f"{kind.__name__}({', '.join(given)})"
+        return name_partitioner(self.original, omitted="shards")
 
     def explain_replicated(
         self, shape: tuple[int, ...], over_cores: Sequence[Any] = ()
-    ) -> tuple[str, str] | None:
-        """Explains why a variable is not sharded.
+    ) -> str | None:
+        """Returns a word on why a variable is not sharded (docs/sharding.md).
 
         Args:
           shape: The variable's shape, of any rank.
           over_cores: See `choose_dimension`.
 
         Returns:
-          The reason twice: as a few words and as a sentence. None for a
-          scalar, for a variable that is sharded, and if a user-defined function
-          chose it.
+          The reason. None for a scalar, for a variable that is sharded, and if
+          a user-defined function chose it.
         """
         partitioner = self.original
         if not shape or not isinstance(partitioner, FullySharded):
             return None
         if math.prod(shape) < partitioner.min_size:
-            minimum = f"{partitioner.min_size:,}"
-            return "small", f"It has fewer entries than min_size={minimum}."
+            return "small"
         if self._find_dimension("", shape, over_cores) is None:
-            return "indivisible", (
-                f"No dimension is a multiple of the {self.shards} shards and "
-                "not yet sharded over cores."
-            )
-        if self.has_replicated_weights:
-            return "weight", "Only its slots are sharded."
-        return None
+            return "indivisible"
+        return "weight" if self.has_replicated_weights else None
 
     def _find_dimension(
         self, path: str, shape: tuple[int, ...], over_cores: Sequence[Any] = ()
@@ -308,17 +282,24 @@ class Partitioner:
         """Returns the first dimension that fits; the columns, for a table."""
         free = [
             dim
-            for dim, size in enumerate(shape)
-            if self._fits(size) and not any(over_cores[dim : dim + 1])
+            for dim in range(len(shape))
+            if self._fits(dim, shape, over_cores)
         ]
         is_table = len(shape) == 2 and path.split("/")[-1] in _TABLES
         return next(iter(free[::-1] if is_table else free), None)
 
-    def _fits(self, size: int) -> bool:
-        return size > 0 and size % self.shards == 0
+    def _fits(
+        self, dim: int, shape: tuple[int, ...], over_cores: Sequence[Any]
+    ) -> bool:
+        is_divisible = shape[dim] > 0 and shape[dim] % self.shards == 0
+        return is_divisible and not any(over_cores[dim : dim + 1])
 
     def _check_answer(
-        self, dim: Any, path: str, shape: tuple[int, ...]
+        self,
+        dim: Any,
+        path: str,
+        shape: tuple[int, ...],
+        over_cores: Sequence[Any],
     ) -> None:
         if isinstance(dim, bool) or not hasattr(dim, "__index__"):
             raise TypeError(
@@ -327,13 +308,16 @@ class Partitioner:
                 f"{type(dim).__name__} for variable {path!r}. Return an "
                 "integer or None."
             )
-        if not 0 <= dim < len(shape) or not self._fits(shape[dim]):
+        in_range = 0 <= dim < len(shape)
+        if not in_range or not self._fits(dim, shape, over_cores):
             raise ValueError(
                 "A variable must be sharded along one of its dimensions, whose "
-                "size is a multiple of the number of shards. Received: "
+                "size is a multiple of the number of shards, and which no "
+                "`layout_map` shards over cores. Received: "
                 f"`variable_partitioner` returned {dim!r} for variable "
-                f"{path!r} of shape {shape}, with {self.shards} shards. Return "
-                "such a dimension, or None to replicate the variable."
+                f"{path!r} of shape {shape} and axes {tuple(over_cores)} of "
+                f"cores, with {self.shards} shards. Return such a dimension, "
+                "or None to replicate the variable."
             )
 
 
@@ -344,6 +328,16 @@ def list_options(partitioner: Any) -> dict[str, Any]:
         for field in dataclasses.fields(partitioner)
         if (value := getattr(partitioner, field.name)) != field.default
     }
+
+
+def name_partitioner(partitioner: Any, omitted: str = "") -> str:
+    """Returns a partitioner's name with its options, except an omitted one."""
+    kind = type(partitioner)
+    if not isinstance(partitioner, FullySharded | Replicated):
+        return getattr(partitioner, "__name__", kind.__name__)
+    options = list_options(partitioner).items()
+    given = [f"{name}={v!r}" for name, v in options if name != omitted]
+    return f"{kind.__name__}({', '.join(given)})"
 
 
 def _check_options(partitioner: FullySharded | Replicated) -> None:

@@ -43,11 +43,8 @@ class ShardedVariable(keras.Variable):
         Of an array on the host, each device gets its shard only.
         """
         is_host = isinstance(value, np.ndarray) and value.shape == self.shape
-        if (
-            is_host
-            and self._layout is not None
-            and get_stateless_scope() is None
-        ):
+        layout: Any = self._layout
+        if is_host and layout is not None and get_stateless_scope() is None:
             mesh: ReplicaMesh = getattr(self, PLACEMENT).mesh
             full = value.astype(jax.numpy.dtype(self._dtype), copy=False)
             if mesh.num_processes > 1:
@@ -55,7 +52,7 @@ class ShardedVariable(keras.Variable):
                 same_variables.compare(mesh.processes)
             # Frees the old shards before the new ones are stored.
             self._value = None
-            value = place(full, self._layout)
+            value = place(full, layout)
         return super().assign(value)
 
 

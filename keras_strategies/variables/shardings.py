@@ -27,7 +27,6 @@ from keras_strategies.variables.sharded_variable import (
     make_sharded,
 )
 
-_UPDATED_REPLICATED = "_ks_updated_replicated"
 # The mesh whose partitioner has already chosen the variable's dimension.
 _ASKED = "_ks_asked_by"
 # The state of a `keras.random.SeedGenerator`.
@@ -71,7 +70,6 @@ def forget_placement(variable: keras.Variable) -> None:
     variable.__dict__.pop(_ASKED, None)
     if hasattr(variable, PLACEMENT):
         delattr(variable, PLACEMENT)
-        variable.__dict__.pop(_UPDATED_REPLICATED, None)
         make_plain(variable)
 
 
@@ -114,8 +112,7 @@ def get_gradient_spec(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
 
 def any_sharded(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> bool:
     """Returns whether any of the variables is sharded over the replicas."""
-    placed = [v for v in variables if get_placement(v) is not None]
-    return any(isinstance(get_spec(v, mesh), Sharded) for v in placed)
+    return any(isinstance(get_spec(v, mesh), Sharded) for v in variables)
 
 
 def _spec(sharding: NamedSharding, mesh: ReplicaMesh) -> Spec:
@@ -125,18 +122,6 @@ def _spec(sharding: NamedSharding, mesh: ReplicaMesh) -> Spec:
             parts = mesh.cores_per_replica if mesh.context_parallel else 1
             return Sharded(sharding, dim, token_parts=parts)
     return OverCores(sharding) if any(sharding.spec) else replicated_spec()
-
-
-def note_replicated_update(variables: Iterable[keras.Variable]) -> None:
-    """Records that each replica updates the full value of sharded variables."""
-    for variable in variables:
-        if get_placement(variable) is not None:
-            setattr(variable, _UPDATED_REPLICATED, True)
-
-
-def is_updated_replicated(variable: keras.Variable) -> bool:
-    """Returns whether each replica updates a sharded variable's full value."""
-    return getattr(variable, _UPDATED_REPLICATED, False)
 
 
 def get_shapes(
@@ -174,9 +159,7 @@ class Placements:
         self._shardings: dict[tuple[Axes, bool], NamedSharding] = {}
 
     def replace_layout_map(
-        self,
-        layout_map: Mapping[str, Any],
-        variables: Iterable[keras.Variable],
+        self, layout_map: Mapping[str, Any], variables: Iterable[keras.Variable]
     ) -> None:
         """Replaces the layout map; `assign` places the variables again."""
         self.layout_map = LayoutMap(self._mesh, layout_map)
@@ -344,10 +327,9 @@ def shard_slots_by_names(
         placement = get_placement(weight)
         if placement is not None and placement.mesh is mesh:
             prefix = weight.path.replace("/", "_") + "_"
-            weights[prefix] = (
-                weight,
-                _list_axes(placement.slot_sharding, placement.has_host_slots),
-            )
+            on_host = placement.has_host_slots
+            axes = _list_axes(placement.slot_sharding, on_host)
+            weights[prefix] = weight, axes
     if not weights:
         return
     for slot in variables:

@@ -96,7 +96,12 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
     References:
       https://arxiv.org/abs/1909.08053 (Megatron-LM)
     """
-    _check_model(model)
+    if not model.built or not model.variables:
+        raise ValueError(
+            "`transformer_layout` expects a built model. Received: the model "
+            f"{model.name!r} without variables. Call it on one batch first, or "
+            "start it with a `keras.Input`."
+        )
     fix = "Pass the number of cores of a replica."
     check_number("cores", cores, fix, minimum=1, is_optional=False)
     by_pattern: dict[str, list[keras.Variable]] = {}
@@ -120,15 +125,6 @@ def transformer_layout(model: keras.Model, cores: int) -> dict[str, Layout]:
     return layouts
 
 
-def _check_model(model: keras.Model) -> None:
-    if not model.built or not model.variables:
-        raise ValueError(
-            "`transformer_layout` expects a built model. Received: the model "
-            f"{model.name!r} without variables. Call it on one batch first, or "
-            "start it with a `keras.Input`."
-        )
-
-
 def _measure_shares(
     by_pattern: Mapping[str, Sequence[keras.Variable]],
 ) -> dict[int, float]:
@@ -146,9 +142,7 @@ def _count_bytes(variable: keras.Variable) -> int:
 
 
 def _make_layout(
-    variables: Sequence[keras.Variable],
-    chosen: Mapping[int, Axes],
-    cores: int,
+    variables: Sequence[keras.Variable], chosen: Mapping[int, Axes], cores: int
 ) -> Layout | None:
     """Makes the layout for the variables that a pattern matches.
 

@@ -55,12 +55,9 @@ class Projection:
         if bias is not None and over_columns:
             # A bias has the output's last dimensions, which include the
             # columns.
-            num_others = len(bias.shape) - len(self.columns)
-            if num_others >= 0:
-                by_name["bias"] = (
-                    *[None] * num_others,
-                    *(kernel_axes[column] for column in self.columns),
-                )
+            others = [None] * (len(bias.shape) - len(self.columns))
+            columns = (kernel_axes[column] for column in self.columns)
+            by_name["bias"] = (*others, *columns)
         return select_by_name(self.layer, by_name)
 
 
@@ -197,9 +194,7 @@ def _find_pairs(siblings: Sequence[Projection]) -> dict[int, Axes]:
 
 
 def _find_large(
-    projections: Iterable[Projection],
-    cores: int,
-    shares: Mapping[int, float],
+    projections: Iterable[Projection], cores: int, shares: Mapping[int, float]
 ) -> dict[int, Axes]:
     """Returns the axes of large kernels that belong to no other structure.
 

@@ -34,7 +34,10 @@ from keras_strategies.variables.abstract_variables import (
     make_abstract,
     note_slot,
 )
-from keras_strategies.variables.initial_values import place_from_chief
+from keras_strategies.variables.initial_values import (
+    VariableCreator,
+    place_from_chief,
+)
 from keras_strategies.variables.shardings import (
     Placements,
     forget_placement,
@@ -43,16 +46,13 @@ from keras_strategies.variables.shardings import (
     shard_like,
 )
 
-VariableCreator = initial_values.VariableCreator
-
 
 class Registry:
     """Weak references to the variables created in a strategy's scope."""
 
     def __init__(self) -> None:
         # The keys are ids, because variables compare elementwise.
-        self._variables: weakref.WeakValueDictionary[int, keras.Variable]
-        self._variables = weakref.WeakValueDictionary()
+        self._variables = weakref.WeakValueDictionary[int, keras.Variable]()
 
     def add(self, variable: keras.Variable) -> None:
         """Adds a variable, which stays until it is garbage-collected."""
@@ -195,13 +195,11 @@ def _set_layout_of_slots(
     If variables are sharded over the replicas, but not this weight, its layout
     is None in the block, so that Keras asks the distribution for the slot's.
     """
-    placement = get_placement(weight)
-    if placement is None and distribution.placements.partitioner is None:
-        return contextlib.nullcontext()
-    layout = None if placement is None else placement.slot_sharding
-    is_same = layout is getattr(weight, "_layout", None)
-    if is_same or (placement is not None and placement.mesh.is_abstract):
-        return contextlib.nullcontext()
+    placement, layout = get_placement(weight), weight._layout
+    if placement is None and distribution.placements.partitioner is not None:
+        layout = None
+    if placement is not None and not placement.mesh.is_abstract:
+        layout = placement.slot_sharding
     return temporary_attribute(weight, "_layout", layout)
 
 
@@ -304,9 +302,7 @@ _creators = _Creators()
 
 
 @contextlib.contextmanager
-def variable_creator_scope(
-    creator: VariableCreator,
-) -> Iterator[None]:
+def variable_creator_scope(creator: VariableCreator) -> Iterator[None]:
     """Calls `creator` for every Keras variable created in the block.
 
     As in `tf.variable_creator_scope`, creators can be nested. The innermost is

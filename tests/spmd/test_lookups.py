@@ -101,7 +101,6 @@ def make_step(mesh, spec, look_up, *, head=False):
             reductions=[spec],
             specs=[spec, spec],
             divisor=1,
-            on_replicated=lambda: None,
             key=[],
         )
         return value, *new

@@ -181,7 +181,7 @@ def test_max_min_mean_and_rows():
             rm.all_max(x, AXIS),
             rm.all_min(x, AXIS),
             rm.all_mean(x, AXIS),
-            rm.all_rows(x[None], AXIS),
+            rm.all_concatenate(x[None], AXIS),
         )
 
     highest, lowest, mean, every = mapped(fn, 3)(data)

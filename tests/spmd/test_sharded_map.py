@@ -41,6 +41,23 @@ def divided(mesh, dim=0):
     return Sharded(NamedSharding(mesh.mesh, spec), dim)
 
 
+def cut(step, mesh, specs, out=None):
+    """A step of weights and rows, jitted, with the weights' specs."""
+    return jax.jit(
+        sharded_map(
+            step,
+            mesh,
+            in_specs=(specs, split_spec(mesh)),
+            out_specs=specs if out is None else out,
+        )
+    )
+
+
+def draw(*shapes, scale=1.0):
+    random = np.random.default_rng(0)
+    return [(random.normal(size=s) * scale).astype("float32") for s in shapes]
+
+
 def sgd(mesh, weights, x, update, specs, reductions):
     """A step: gradients of a sum, and an update of reduced ones."""
 
@@ -66,16 +83,14 @@ def sgd(mesh, weights, x, update, specs, reductions):
         reductions=reductions,
         specs=specs,
         divisor=1,
-        on_replicated=lambda: None,
         key=[],
     )
     return value, new
 
 
 def data(rows=8):
-    random = np.random.default_rng(0)
-    weights = [random.normal(size=s).astype("float32") for s in [(6, 8), (8,)]]
-    return weights, random.normal(size=(rows, 6)).astype("float32")
+    *weights, x = draw((6, 8), (8,), (rows, 6))
+    return weights, x
 
 
 def clipped(grads, weights):
@@ -105,18 +120,15 @@ def test_an_update_of_all_entries(count, shards):
         value, new = sgd(mesh, weights, x, clipped, specs, specs)
         return all_sum([value], mesh.all_replicas)[0], new
 
-    inputs = (specs, split_spec(mesh))
-    cut = sharded_map(
-        step, mesh, in_specs=inputs, out_specs=(WHOLE, list(specs))
-    )
+    ours = cut(step, mesh, specs, (WHOLE, specs))
     plain = replica_map(
         step, mesh, in_specs=(WHOLE, split_spec(mesh)), out_specs=WHOLE
     )
     wanted = jax.jit(plain)(weights, x)
-    found = jax.jit(cut)(weights, x)
+    found = ours(weights, x)
     assert_close(found, wanted)
     assert not found[1][0].sharding.is_fully_replicated
-    text = jax.jit(cut).lower(weights, x).as_text()
+    text = ours.lower(weights, x).as_text()
     assert "all_gather" in text
     assert "reduce_scatter" in text
 
@@ -133,17 +145,14 @@ def test_values_alive_across_an_update():
         again, last = sgd(mesh, new, x, clipped, specs, specs)
         return (own * jnp.sum(new[0]) + again)[None], last, new[1]
 
-    inputs = (specs, split_spec(mesh))
-    cut = sharded_map(
-        step, mesh, in_specs=inputs, out_specs=(split_spec(mesh), specs, WHOLE)
-    )
+    ours = cut(step, mesh, specs, (split_spec(mesh), specs, WHOLE))
     plain = replica_map(
         step,
         mesh,
         in_specs=(WHOLE, split_spec(mesh)),
         out_specs=(split_spec(mesh), WHOLE, WHOLE),
     )
-    assert_close(jax.jit(cut)(weights, x), jax.jit(plain)(weights, x), 1e-5)
+    assert_close(ours(weights, x), jax.jit(plain)(weights, x), 1e-5)
 
 
 def descended(mesh, spec, grad, weight):
@@ -156,7 +165,6 @@ def descended(mesh, spec, grad, weight):
         reductions=[spec],
         specs=[spec],
         divisor=1,
-        on_replicated=lambda: None,
         key=[],
     )[0]
 
@@ -179,14 +187,8 @@ def test_rematerialized_parts_gather_again():
 
     texts = {}
     for remat in (False, True):
-        cut = sharded_map(
-            lambda w, x, remat=remat: step(w, x, remat),
-            mesh,
-            in_specs=(spec, split_spec(mesh)),
-            out_specs=spec,
-        )
-        x = np.ones((8, 8), "float32")
-        texts[remat] = jax.jit(cut).lower(weight, x).as_text()
+        ours = cut(lambda w, x, remat=remat: step(w, x, remat), mesh, spec)
+        texts[remat] = ours.lower(weight, weight).as_text()
     counts = {k: t.count("stablehlo.all_gather") for k, t in texts.items()}
     assert counts[False] == 1
     assert counts[True] > 1
@@ -209,23 +211,18 @@ def test_on_tpus_sums_of_matrices_are_scattered_as_blocks_of_tiles(
     monkeypatch.setattr(ReplicaMesh, "platform", platform)
     mesh = make_mesh(4)
     spec = divided(mesh)
-    random = np.random.default_rng(0)
-    weight, x = (
-        random.normal(size=size).astype("float32")
-        for size in (shape, (8, shape[0]))
-    )
+    weight, x = draw(shape, (8, shape[0]))
 
     def step(weight, x):
         grad = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(weight)
         return descended(mesh, spec, grad, weight)
 
-    inputs = (spec, split_spec(mesh))
-    cut = jax.jit(sharded_map(step, mesh, in_specs=inputs, out_specs=spec))
+    ours = cut(step, mesh, spec)
     grad = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(weight)
     np.testing.assert_allclose(
-        cut(weight, x), weight - 0.1 * grad, rtol=1e-4, atol=1e-5
+        ours(weight, x), weight - 0.1 * grad, rtol=1e-4, atol=1e-5
     )
-    text = cut.lower(weight, x).as_text()
+    text = ours.lower(weight, x).as_text()
     (sent,) = re.findall(
         r"stablehlo\.reduce_scatter.*?: \(tensor<(\w+)xf32>\)", text, re.S
     )
@@ -243,13 +240,11 @@ def test_what_takes_a_variables_place_is_a_maximum():
     def step(weights, x):
         return sgd(mesh, weights, x, replace, specs, [specs[0], MAX])[1]
 
-    cut = sharded_map(
-        step, mesh, in_specs=(specs, split_spec(mesh)), out_specs=list(specs)
-    )
     plain = replica_map(
         step, mesh, in_specs=(WHOLE, split_spec(mesh)), out_specs=WHOLE
     )
-    assert_close(jax.jit(cut)(weights, x), jax.jit(plain)(weights, x))
+    wanted = jax.jit(plain)(weights, x)
+    assert_close(cut(step, mesh, specs)(weights, x), wanted)
 
 
 def test_prints_and_inputs_that_are_returned():
@@ -261,14 +256,9 @@ def test_prints_and_inputs_that_are_returned():
         jax.debug.callback(lambda v: seen.append(float(v)), jnp.sum(x))
         return weight, weight, x
 
-    cut = sharded_map(
-        step,
-        mesh,
-        in_specs=(spec, split_spec(mesh)),
-        out_specs=(spec, WHOLE, split_spec(mesh)),
-    )
+    ours = cut(step, mesh, spec, (spec, WHOLE, split_spec(mesh)))
     weight, x = np.arange(4.0), np.arange(6.0)
-    same, whole, rows = jax.jit(cut)(weight, x)
+    same, whole, rows = ours(weight, x)
     jax.effects_barrier()
     np.testing.assert_array_equal(same, weight)
     np.testing.assert_array_equal(whole, weight)
@@ -306,12 +296,8 @@ def products_before_gathers(traced):
 def test_a_layers_weights_are_gathered_while_the_one_before_is_computed(dtype):
     mesh, depth, width = make_mesh(4), 5, 16
     specs = [divided(mesh)] * depth
-    random = np.random.default_rng(0)
-    weights = [
-        (random.normal(size=(width, width)) / 4).astype("float32")
-        for _ in range(depth)
-    ]
-    batches = random.normal(size=(3, 4, width)).astype(dtype or "float32")
+    weights = draw(*[(width, width)] * depth, scale=0.25)
+    batches = draw((3, 4, width))[0].astype(dtype or "float32")
 
     def step(weights, x):
         return chain(weights, x, dtype)
@@ -385,9 +371,7 @@ def count_in_loops(traced, name):
 )
 def test_a_loop_gathers_a_slice_in_each_turn(remat, is_stacked):
     mesh, depth = make_mesh(4), 3
-    random = np.random.default_rng(0)
-    weights = (random.normal(size=(depth, 8, 8)) / 3).astype("float32")
-    x = random.normal(size=(8, 8)).astype("float32")
+    weights, x = draw((depth, 8, 8), (8, 8), scale=0.3)
     spec = divided(mesh, 0 if is_stacked else 1)
     specs = [spec] * depth if is_stacked else [spec]
     given = list(weights) if is_stacked else [weights]
@@ -404,13 +388,11 @@ def test_a_loop_gathers_a_slice_in_each_turn(remat, is_stacked):
         pairs = zip(grads, given, strict=True)
         return [descended(mesh, spec, *pair) for pair in pairs]
 
-    cut = sharded_map(
-        step, mesh, in_specs=(specs, split_spec(mesh)), out_specs=specs
-    )
-    found = np.asarray(jax.jit(cut)(given, x)).reshape(weights.shape)
+    ours = cut(step, mesh, specs)
+    found = np.asarray(ours(given, x)).reshape(weights.shape)
     grad = jax.grad(lambda w: loop_loss(w, x, False))(weights)
     np.testing.assert_allclose(found, weights - 0.1 * grad, atol=1e-5)
-    traced = jax.make_jaxpr(cut)(given, x)
+    traced = jax.make_jaxpr(ours)(given, x)
     # Once in the forward pass, and once in the backward pass.
     assert count_in_loops(traced, "all_gather") == (2, 0)
     assert count_in_loops(traced, "reduce_scatter") == (1, 0)
@@ -418,33 +400,23 @@ def test_a_loop_gathers_a_slice_in_each_turn(remat, is_stacked):
 
 def test_a_loop_over_the_sharded_dimension_gathers_before_it():
     mesh = make_mesh(4)
-    random = np.random.default_rng(0)
-    weight = (random.normal(size=(4, 6, 6)) / 3).astype("float32")
-    x = random.normal(size=(8, 6)).astype("float32")
+    weight, x = draw((4, 6, 6), (8, 6), scale=0.3)
     spec = divided(mesh)
 
     def step(weight, x):
         grad = jax.grad(loop_loss)(weight, x, False)
         return descended(mesh, spec, grad, weight)
 
-    cut = sharded_map(
-        step, mesh, in_specs=(spec, split_spec(mesh)), out_specs=spec
-    )
+    ours = cut(step, mesh, spec)
     grad = jax.grad(loop_loss)(weight, x, False)
-    np.testing.assert_allclose(
-        jax.jit(cut)(weight, x), weight - 0.1 * grad, atol=1e-5
-    )
-    traced = jax.make_jaxpr(cut)(weight, x)
+    np.testing.assert_allclose(ours(weight, x), weight - 0.1 * grad, atol=1e-5)
+    traced = jax.make_jaxpr(ours)(weight, x)
     assert count_in_loops(traced, "all_gather") == (0, 1)
 
 
 def test_values_of_other_layouts_are_stacked_whole():
     mesh = make_mesh(4)
-    random = np.random.default_rng(0)
-    weights = [
-        (random.normal(size=(8, 8)) / 3).astype("float32") for _ in range(2)
-    ]
-    x = random.normal(size=(8, 8)).astype("float32")
+    *weights, x = draw(*[(8, 8)] * 3, scale=0.3)
     specs = [divided(mesh), divided(mesh, 1)]
 
     def step(weights, x):
@@ -454,22 +426,14 @@ def test_values_of_other_layouts_are_stacked_whole():
         triples = zip(specs, grads, weights, strict=True)
         return [descended(mesh, *each) for each in triples]
 
-    cut = sharded_map(
-        step, mesh, in_specs=(specs, split_spec(mesh)), out_specs=specs
-    )
     grads = jax.grad(lambda w: loop_loss(jnp.stack(w), x, False))(weights)
     wanted = [w - 0.1 * g for w, g in zip(weights, grads, strict=True)]
-    assert_close(jax.jit(cut)(weights, x), wanted, 1e-5)
+    assert_close(cut(step, mesh, specs)(weights, x), wanted, 1e-5)
 
 
 def test_weights_after_a_loop_are_gathered_after_it():
     mesh = make_mesh(4)
-    random = np.random.default_rng(0)
-    first, last = (
-        (random.normal(size=(8, 8)) / 3).astype("float32") for _ in range(2)
-    )
-    stacked = (random.normal(size=(3, 8, 8)) / 3).astype("float32")
-    x = random.normal(size=(8, 8)).astype("float32")
+    *weights, x = draw((8, 8), (3, 8, 8), (8, 8), (8, 8), scale=0.3)
 
     def step(weights, x):
         first, stacked, last = weights
@@ -478,16 +442,15 @@ def test_weights_after_a_loop_are_gathered_after_it():
         )[0]
         return jnp.tanh(x @ last)
 
-    specs = (divided(mesh), divided(mesh, 1), divided(mesh))
+    specs = [divided(mesh), divided(mesh, 1), divided(mesh)]
     rows = split_spec(mesh)
-    cut = sharded_map(step, mesh, in_specs=(specs, rows), out_specs=rows)
-    weights = (first, stacked, last)
+    ours = sharded_map(step, mesh, in_specs=(specs, rows), out_specs=rows)
     np.testing.assert_allclose(
-        jax.jit(cut)(weights, x), step(weights, x), atol=1e-5
+        jax.jit(ours)(weights, x), step(weights, x), atol=1e-5
     )
     (mapped,) = [
         e
-        for e in jax.make_jaxpr(cut)(weights, x).jaxpr.eqns
+        for e in jax.make_jaxpr(ours)(weights, x).jaxpr.eqns
         if e.primitive.name == "shard_map"
     ]
     jaxpr = mapped.params["jaxpr"]

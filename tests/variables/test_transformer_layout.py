@@ -319,12 +319,6 @@ def test_other_small_kernels_stay_whole():
     assert kernels_in(model, 4)["alone"] is None
 
 
-def test_names_without_conflict_give_plain_tuples():
-    layout_map = transformer_layout(transformer(), 2)
-    query = next(key for key in layout_map if "query" in key)
-    assert layout_map[query] == (None, "model", None)
-
-
 def test_lora_weights_follow_their_kernels():
     model = transformer()
     for layer in model._flatten_layers():

@@ -55,16 +55,12 @@ class Layout:
 
 def _name_partitioner(partitioner: Any) -> str:
     """Returns a word of `_KINDS`, or a partitioner's name and its options."""
-    if not isinstance(
-        partitioner, partitioners.FullySharded | partitioners.Replicated
-    ):
-        return getattr(partitioner, "__name__", type(partitioner).__name__)
-    options = partitioners.list_options(partitioner)
     for word, kind in _KINDS.items():
-        if type(partitioner) is kind and options.keys() <= {"shards"}:
-            return ":".join([word, *map(str, options.values())])
-    shown = (f"{name}={value!r}" for name, value in options.items())
-    return f"{type(partitioner).__name__}({', '.join(shown)})"
+        if type(partitioner) is kind:
+            options = partitioners.list_options(partitioner)
+            if options.keys() <= {"shards"}:
+                return ":".join([word, *map(str, options.values())])
+    return partitioners.name_partitioner(partitioner)
 
 
 def parse_layout(spec: Any) -> Layout:

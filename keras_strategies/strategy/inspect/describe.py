@@ -20,7 +20,6 @@ from keras_strategies.variables.shardings import (
     get_placement,
     get_sharding,
     is_on_host,
-    is_updated_replicated,
 )
 
 MAX_PROCESSES = 4
@@ -47,8 +46,8 @@ class VariableRow:
       num_bytes: The bytes on each device that stores a shard or a copy of the
         variable; or on the host for this device.
       is_on_host: Whether the variable is in the memory of the host.
-      remark: Why the variable is not sharded: a short remark for the table, and
-        a sentence for the legend. None if no remark is needed.
+      remark: Why the variable is not sharded, in one or two words. None if no
+        remark is needed.
     """
 
     path: str
@@ -57,7 +56,7 @@ class VariableRow:
     num_entries: int
     num_bytes: int
     is_on_host: bool = False
-    remark: tuple[str, str] | None = None
+    remark: str | None = None
 
 
 def describe_table(
@@ -89,8 +88,7 @@ def describe_table(
     parts.append(Text(summarize(rows)))
     if partitioner is not None or not _are_all_replicated(rows):
         parts.append(tabulate(rows, {slot.path for slot in slots}))
-    remarks = dict.fromkeys(row.remark for row in rows if row.remark)
-    return Group(*parts, *(Text(f"  {word}: {why}") for word, why in remarks))
+    return Group(*parts)
 
 
 def describe_partitioner(partitioner: Partitioner, num_replicas: int) -> str:
@@ -107,15 +105,9 @@ def describe_partitioner(partitioner: Partitioner, num_replicas: int) -> str:
 
 def _find_remark(
     variable: keras.Variable, partitioner: Partitioner
-) -> tuple[str, str] | None:
+) -> str | None:
     if variable.shape is None or variable.synchronization == "on_read":
         return None
-    if is_updated_replicated(variable):
-        return "replicated update", (
-            "Its optimizer is called inside of a branch or a loop, or by "
-            "replicas that run different code, so each replica gathers the "
-            "full variable to update it."
-        )
     placement = get_placement(variable)
     axes = () if placement is None else tuple(placement.sharding.spec)
     if placement is not None and placement.mesh.axis in axes:
@@ -189,7 +181,7 @@ def tabulate(rows: Sequence[VariableRow], slots: Collection[str] = ()) -> Table:
     groups: dict[tuple[str, str], list[VariableRow]] = {}
     for row in rows:
         array = SLOTS if row.path in slots else row.array
-        remark = f" ({row.remark[0]})" if row.remark else ""
+        remark = f" ({row.remark})" if row.remark else ""
         groups.setdefault((array, row.sharding + remark), []).append(row)
     sizes = {
         key: sum(row.num_bytes for row in same) for key, same in groups.items()

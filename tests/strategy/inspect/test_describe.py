@@ -14,7 +14,6 @@ from rich.console import Console
 import keras_strategies as ks
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.strategy.inspect import describe
-from tests.support.combinations import combine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +225,7 @@ def shardings_shown(strategy, model, capsys):
     variables = [*model.variables, *model.optimizer.variables]
     rows = [describe.describe_variable(v, mesh, partitioner) for v in variables]
     cells = {
-        row.path: row.sharding + (f" ({row.remark[0]})" if row.remark else "")
+        row.path: row.sharding + (f" ({row.remark})" if row.remark else "")
         for row in rows
     }
     capsys.readouterr()
@@ -251,8 +250,6 @@ def test_groups_and_reasons_of_whole_variables(capsys, monkeypatch):
         "FullySharded(min_size=64) shards variables over 4 replicas, in "
         "each of 2 groups\n" in text
     )
-    assert "\n  small: It has fewer entries than min_size=64.\n" in text
-    assert "\n  indivisible: No dimension is a multiple of the 4" in text
 
 
 def test_reasons_of_slots_only(capsys, monkeypatch):
@@ -265,7 +262,6 @@ def test_reasons_of_slots_only(capsys, monkeypatch):
     slots = [v for v in model.optimizer.variables if v.shape == kernel.shape]
     assert [cells[v.path] for v in slots] == ["P(None, 'replica')"]
     assert "8 replicas\n" in text
-    assert "weight: Only its slots are sharded." in text
 
 
 def test_reasons_of_a_function(capsys, monkeypatch):
@@ -279,34 +275,3 @@ def test_reasons_of_a_function(capsys, monkeypatch):
     first, second, _ = model.layers
     assert cells[first.kernel.path] == "replicated"
     assert cells[second.kernel.path] == "P('replica',)"
-
-
-@pytest.mark.parametrize("is_in_branch", combine([False, True], every=2))
-def test_an_optimizer_in_a_branch_updates_whole(
-    is_in_branch, capsys, monkeypatch
-):
-    monkeypatch.setenv("COLUMNS", "160")
-    partitioner = ks.experimental.FullySharded(min_size=1)
-    strategy, model = divided_model(partitioner, [(8, 16)])
-    weights, slots = model.trainable_variables, model.optimizer.variables
-
-    def step():
-        held = [v.value for v in weights], [v.value for v in slots]
-
-        def update():
-            return model.optimizer.stateless_apply(held[1], held[0], held[0])
-
-        if is_in_branch:
-            new = jax.lax.cond(held[1][0] >= 0, update, lambda: held)
-        else:
-            new = update()
-        for variable, value in zip(
-            [*weights, *slots], [*new[0], *new[1]], strict=True
-        ):
-            variable.assign(value)
-
-    strategy.run(step)
-    cells, text = shardings_shown(strategy, model, capsys)
-    kernel = cells[model.layers[0].kernel.path]
-    assert kernel == "P('replica',)" + " (replicated update)" * is_in_branch
-    assert ("inside of a branch" in text) == is_in_branch
