@@ -112,7 +112,8 @@ def get_gradient_spec(variable: keras.Variable, mesh: ReplicaMesh) -> Spec:
 
 def any_sharded(variables: Iterable[keras.Variable], mesh: ReplicaMesh) -> bool:
     """Returns whether any of the variables is sharded over the replicas."""
-    return any(isinstance(get_spec(v, mesh), Sharded) for v in variables)
+    placed = [v for v in variables if get_placement(v) is not None]
+    return any(isinstance(get_spec(v, mesh), Sharded) for v in placed)
 
 
 def _spec(sharding: NamedSharding, mesh: ReplicaMesh) -> Spec:
