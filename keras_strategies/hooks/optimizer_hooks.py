@@ -15,6 +15,7 @@ References:
     https://arxiv.org/abs/1710.03740
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from numbers import Number
 from typing import Any
@@ -29,7 +30,6 @@ from keras_strategies.hooks.variables_used import InnerScope, chain_scopes
 from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.passes.marked_updates import (
     MAX,
-    Reduction,
     is_collecting,
     mark_update,
 )
@@ -126,7 +126,7 @@ def _find_variables(
 def _update(
     step: StepContext,
     optimizer: keras.optimizers.Optimizer,
-    update: _PureUpdate,
+    update_all: _PureUpdate,
     grads: Sequence[Array | None],
     targets: list[keras.Variable],
     values: list[Any],
@@ -136,33 +136,46 @@ def _update(
     Args:
       step: The step that is being traced.
       optimizer: The optimizer.
-      update: The update as a pure function: it takes reduced gradients and the
-        values of `targets`, and returns the new values, followed by those of
-        other variables that it writes.
+      update_all: The update as a pure function: it takes reduced gradients and
+        the values of `targets`, and returns the new values, followed by those
+        of other variables that it writes.
       grads: This replica's gradients; None for a weight without a gradient.
       targets: The weights, in the order of the gradients, followed by the
         slots (the optimizer's own variables).
       values: The values of `targets`.
 
     Returns:
-      What `update` returns.
+      What `update_all` returns.
     """
     are_summed = optimizer in step.notes.scaled_losses
-    grads = _receive(step, grads, are_summed=are_summed)
+    grads = list(grads)
+    # If there are too many gradients, Keras's error says so.
+    pairs = zip(grads, targets, strict=False)
+    present = [i for i, (grad, _) in enumerate(pairs) if grad is not None]
+    weights = [targets[i] for i in present]
+    received = [grads[i] for i in present]
+    received = _receive(step, received, are_summed=are_summed)
     # `scale_loss` has already divided a scaled loss's gradient by the number of
     # replicas. This is done before the other gradients are computed, so that a
     # replica's gradients overflow in the same cases as those on a single
     # device.
     is_sum = step.facts.is_local or are_summed
     divisor = 1 if is_sum else step.num_sharing
-    args = (step, optimizer, update, grads, targets, values, divisor)
+    reduce = functools.partial(_reduce, step, weights, divisor)
+
+    def update(received: list[Any], values: list[Any]) -> list[Any]:
+        known = dict(zip(present, received, strict=True))
+        return update_all([known.get(i) for i in range(len(grads))], values)
+
+    args = (step, optimizer, update, received, weights, targets, values)
     new: list[Any] = []
     with step.flag("in_optimizer"):
         if shardings.any_sharded(targets, step.facts.mesh):
-            new = _mark_update(*args) if is_collecting() else []
+            if is_collecting():
+                new = _mark_update(*args, divisor, reduce)
         elif step.facts.sums_later:
-            new = summands.accumulate(*args)
-        new = new or update(_reduce(step, grads, targets, divisor), values)
+            new = summands.accumulate(*args, divisor)
+        new = new or update(reduce(received), values)
     for after, before in zip(new, values, strict=False):
         if after is not before:
             # The reduced gradients are equal on all replicas.
@@ -171,7 +184,7 @@ def _update(
 
 
 def _receive(
-    step: StepContext, grads: Sequence[Array | None], *, are_summed: bool
+    step: StepContext, received: list[Any], *, are_summed: bool
 ) -> list[Any]:
     """Returns the gradients that are reduced over the replicas.
 
@@ -180,18 +193,17 @@ def _receive(
 
     Args:
       step: The step that is being traced.
-      grads: The gradients that the optimizer received.
+      received: The gradients that the optimizer received.
       are_summed: Whether the replicas sum them, and do not average them.
     """
-    received = list(grads)
     if not step.facts.is_local:
         name = marks.SHARE if are_summed else marks.GRADIENT
-        received = [g if g is None else marks.mark(g, name) for g in received]
+        received = [marks.mark(g, name) for g in received]
     if step.is_empty:
         # In `run` the loss is user-defined and may have gradients even without
         # rows (for example from a regularizer), so only NaN becomes zero.
         empty = _clear_nan if step.facts.is_local else jnp.zeros_like
-        received = [g if g is None else empty(g) for g in received]
+        received = list(map(empty, received))
     return received
 
 
@@ -204,9 +216,11 @@ def _mark_update(
     optimizer: keras.optimizers.Optimizer,
     update: _PureUpdate,
     grads: list[Any],
+    weights: list[keras.Variable],
     targets: list[keras.Variable],
     values: list[Any],
     divisor: int,
+    reduce: Callable[[list[Any]], list[Any]],
 ) -> list[Any]:
     """Computes the update in a single jaxpr equation.
 
@@ -219,36 +233,21 @@ def _mark_update(
       whose values may differ between the replicas.
     """
     mesh = step.facts.mesh
-    # The operands of an equation must be arrays. So only gradients that are not
-    # None become operands; the function in the equation inserts the Nones.
-    present = [i for i, g in enumerate(grads) if g is not None]
-
-    def with_missing(some: list[Any]) -> list[Any]:
-        by_index = dict(zip(present, some, strict=True))
-        return [by_index.get(i) for i in range(len(grads))]
-
-    def reduce(some: list[Any]) -> list[Any]:
-        reduced = _reduce(step, with_missing(some), targets, divisor)
-        return [reduced[i] for i in present]
-
-    def reduction(variable: keras.Variable) -> Reduction:
-        is_largest = _is_overwritten(variable)
-        return (
-            MAX if is_largest else shardings.get_gradient_spec(variable, mesh)
-        )
-
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     attributes = (*vars(optimizer).values(), *vars(inner).values())
     numbers = [v for v in attributes if isinstance(v, Number)]
     return mark_update(
-        lambda some, values: update(with_missing(some), values),
+        update,
         reduce,
-        [grads[i] for i in present],
+        grads,
         values,
-        reductions=[reduction(targets[i]) for i in present],
+        reductions=[
+            MAX if _is_overwritten(v) else shardings.get_gradient_spec(v, mesh)
+            for v in weights
+        ],
         specs=[shardings.get_spec(v, mesh) for v in targets],
         divisor=divisor,
-        key=[*(targets[i] for i in present), *targets, optimizer, *numbers],
+        key=[*weights, *targets, optimizer, *numbers],
     )
 
 
@@ -275,21 +274,20 @@ def apply_purely(
 
 def _reduce(
     step: StepContext,
-    grads: list[Any],
-    targets: Sequence[keras.Variable],
+    weights: Sequence[keras.Variable],
     divisor: int,
+    grads: list[Any],
 ) -> list[Any]:
     """Reduces gradients over the replicas.
 
     Args:
       step: The step that is being traced.
-      grads: This replica's gradients.
-      targets: The variables of the gradients, and others after them.
+      weights: The variables of the gradients.
       divisor: The number by which the sum of the gradients is divided.
+      grads: This replica's gradients.
     """
-    present = [i for i, grad in enumerate(grads) if grad is not None]
-    overwritten = {i for i, v in enumerate(targets) if _is_overwritten(v)}
-    summed = [i for i in present if i not in overwritten]
+    overwritten = {i for i, v in enumerate(weights) if _is_overwritten(v)}
+    summed = [i for i in range(len(grads)) if i not in overwritten]
     mesh, sent = step.facts.mesh, [grads[i] for i in summed]
     sums = all_sum(sent, step.axis, mesh.reduce_dtype)
     if mesh.platform == "gpu":
@@ -302,7 +300,7 @@ def _reduce(
     reduced = list(grads)
     for i, total in zip(summed, sums, strict=True):
         reduced[i] = total if divisor == 1 else total / divisor
-    for i in overwritten.intersection(present):
+    for i in overwritten:
         reduced[i] = all_max(grads[i], step.axis)
     return reduced
 

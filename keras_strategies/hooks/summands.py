@@ -14,7 +14,7 @@ used in any other way, as a log for example (`are_used_as_sums`), the step must
 be traced again with accumulators that are sums in every step.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,8 @@ def accumulate(
     step: StepContext,
     optimizer: keras.optimizers.Optimizer,
     update: Callable[[list[Any], list[Any]], list[Any]],
-    grads: Sequence[Array | None],
+    grads: Sequence[Array],
+    weights: Sequence[keras.Variable],
     targets: Sequence[keras.Variable],
     values: Group,
     divisor: int,
@@ -70,8 +71,8 @@ def accumulate(
       update: Its update, a function of gradients and of the values of
         `targets`, which returns new values.
       grads: This replica's gradients.
-      targets: The weights, in the order of the gradients, followed by the
-        optimizer's variables.
+      weights: The weights of the gradients.
+      targets: All weights, followed by the optimizer's variables.
       values: The values of `targets` in the trace.
       divisor: The number by which the sum of the gradients is divided.
 
@@ -87,13 +88,11 @@ def accumulate(
     are_summands = all(before[v] in step.notes.summands for v in accumulators)
     # Replicas that disagree on whether to sum would wait forever.
     is_counting = before[unwrap(optimizer)._iterations] in step.notes.equal
-    present = _find_accumulators(optimizer, grads, targets)
-    if not (are_summands and is_counting and present is not None):
+    used = _find_accumulators(optimizer, grads, weights)
+    if not (are_summands and is_counting and used is not None):
         return []
-    sums, zeros = _add_gradients(
-        step, optimizer, grads, before, present, divisor
-    )
-    summed = IdentityMap(zip(present, sums, strict=True))
+    sums, zeros = _add_gradients(step, optimizer, grads, before, used, divisor)
+    summed = IdentityMap(zip(used, sums, strict=True))
 
     def read(variable: keras.Variable) -> Array:
         if variable in summed:
@@ -162,7 +161,7 @@ def unwrap(optimizer: Any) -> Any:
 def _add_gradients(
     step: StepContext,
     optimizer: Any,
-    grads: Sequence[Array | None],
+    grads: Sequence[Any],
     before: IdentityMap[Any],
     accumulators: Sequence[keras.Variable],
     divisor: int,
@@ -174,11 +173,10 @@ def _add_gradients(
       and its gradients, which are zeros or a NaN.
     """
     inner = unwrap(optimizer)
-    new = [grad for grad in grads if grad is not None]
     scale, finite = inner.loss_scale_factor, None
     if inner is not optimizer:
         scale = before[optimizer.dynamic_scale]
-        finite = _are_finite(step, new)
+        finite = _are_finite(step, grads)
 
     def add(old: list[Any], new: list[Any]) -> list[Any]:
         parts = [_take_part(n, divisor, scale, finite) for n in new]
@@ -194,48 +192,37 @@ def _add_gradients(
         # Accumulators are not scaled: float16 would make small ones zero, and
         # large ones infinite after the optimizer's check.
         dtype = None
-    sums = sum_if(is_update, add, (old, new), step.axis, dtype)
-    return sums, _make_zeros(grads, finite)
+    sums = sum_if(is_update, add, (old, list(grads)), step.axis, dtype)
+    zeros = list(map(jnp.zeros_like, grads))
+    if finite is not None:
+        zeros[0] = jnp.where(finite, zeros[0], jnp.nan)
+    return sums, zeros
 
 
 def _find_accumulators(
     optimizer: Any,
-    grads: Sequence[Array | None],
-    weights: Iterable[keras.Variable],
+    grads: Sequence[Array],
+    weights: Sequence[keras.Variable],
 ) -> list[keras.Variable] | None:
-    """Finds the accumulators of the weights that have a gradient.
+    """Finds the accumulators of weights.
 
     Args:
       optimizer: The optimizer.
       grads: The gradients.
-      weights: Their weights, and other variables after them.
+      weights: Their weights.
 
     Returns:
       The accumulators, or None if the gradients cannot be added to them.
     """
     inner = unwrap(optimizer)
     accumulators: list[Any] = list_accumulators(inner)
-    pairs = zip(grads, weights, strict=False)
-    present = [(g, weight) for g, weight in pairs if g is not None]
-    targets = [
-        accumulators[inner._get_variable_index(weight)] for _, weight in present
-    ]
+    used = [accumulators[inner._get_variable_index(w)] for w in weights]
     is_same = all(
         (grad.shape, str(grad.dtype)) == (tuple(target.shape), target.dtype)
-        for (grad, _), target in zip(present, targets, strict=True)
+        for grad, target in zip(grads, used, strict=True)
     )
-    is_same &= len(IdentitySet(targets)) == len(targets)
-    return targets if is_same else None
-
-
-def _make_zeros(
-    grads: Sequence[Array | None], finite: jax.Array | None
-) -> list[Any]:
-    zeros: list[Any] = [g if g is None else jnp.zeros_like(g) for g in grads]
-    if finite is not None:
-        first = next(i for i, zero in enumerate(zeros) if zero is not None)
-        zeros[first] = jnp.where(finite, zeros[first], jnp.nan)
-    return zeros
+    is_same &= len(IdentitySet(used)) == len(used)
+    return used if is_same else None
 
 
 def _are_finite(step: StepContext, grads: Sequence[Any]) -> jax.Array:
