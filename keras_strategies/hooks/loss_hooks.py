@@ -56,19 +56,17 @@ def reduce_values(
     if tuple(values.shape) in ((), (0,)):
         return original(values, sample_weight, reduction)
     values = marks.mark(values, marks.VALUES)
-    is_sum = reduction == "sum"
-    if is_sum or weights is not None:
-        values = marks.mark_both_ways(values, marks.VALUES)
-    if is_sum:
-        reduced = _unweight(step, jnp.sum(values) * step.num_sharing)
-    elif weights is not None:
-        total = jnp.sum(values)
-        weight = jnp.sum(weights).astype(total.dtype)
-        reduced = ops.divide_no_nan(total, _average(step, weight))
-        reduced = _unweight(step, reduced)
-    else:
+    if weights is None and reduction != "sum":
         reduced = original(values, sample_weight, reduction)
         return marks.mark(reduced, marks.AVERAGED)
+    values = marks.mark_both_ways(values, marks.VALUES)
+    reduced = jnp.sum(values)
+    if weights is None:
+        reduced = reduced * step.num_sharing
+    else:
+        weight = jnp.sum(weights).astype(reduced.dtype)
+        reduced = ops.divide_no_nan(reduced, _average(step, weight))
+    reduced = _unweight(step, reduced)
     reduced = marks.mark_both_ways(reduced, marks.REDUCED)
     return marks.mark(reduced, marks.REDUCED)
 

@@ -185,12 +185,10 @@ def _plan_by_rule(
     if rule in (metric_rules.SAME, metric_rules.IN_TURN):
         return Plan(old, lambda _: new)
     number = as_number(new)
-    if rule in ("max", "any"):
-        largest = all_max(number, step.axis)
-        return Plan(old, lambda _: largest)
-    if rule in ("min", "all"):
-        smallest = all_min(number, step.axis)
-        return Plan(old, lambda _: smallest)
+    if rule in ("max", "any", "min", "all"):
+        find = all_max if rule in ("max", "any") else all_min
+        found = find(number, step.axis)
+        return Plan(old, lambda _: found)
     if rule == "sum" or (rule == metric_rules.MEAN and is_metric):
         change = new - _replace_infinite(old)
         if rule == "sum":

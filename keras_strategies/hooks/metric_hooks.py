@@ -1,14 +1,14 @@
 """Changes to metrics while a step is traced; installed by trace_hooks.py."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
 
-from keras_strategies._types import Array, Tree
+from keras_strategies._types import Tree
 from keras_strategies.hooks import (
     gather_rows,
     loss_hooks,
@@ -164,7 +164,7 @@ def result(
     # that the step returns (`step_logs.read_logs`), and the compiler removes
     # these computations as dead code.
     (merged,), _ = merge_lib.combine(step, [plans])
-    scope = _ResultScope(zip(variables, merged, strict=True))
+    scope = InnerScope(zip(variables, merged, strict=True))
     with step.flag("in_metric"), scope:
         value = original(metric, *args, **kw)
     mine_alone = IdentitySet(variables)
@@ -204,16 +204,3 @@ class Result:
     key: str | None
     variables: list[keras.Variable]
     state: list[Any]
-
-
-class _ResultScope(InnerScope):
-    """A nested stateless scope that records which variables are read."""
-
-    def __init__(self, mapping: Iterable[tuple[keras.Variable, Any]]) -> None:
-        super().__init__(mapping)
-        self.read = IdentitySet()
-
-    def get_current_value(self, variable: keras.Variable) -> Array | None:
-        """Returns a variable's value, and records that it was read."""
-        self.read.add(variable)
-        return super().get_current_value(variable)

@@ -29,6 +29,7 @@ from keras_strategies.passes.row_kinds.additions import (
     computes_by_rows,
     find_additions,
 )
+from keras_strategies.passes.stages import get_shape
 
 SUM = "sum"
 """The replicas' changes are summed."""
@@ -181,10 +182,7 @@ class Update:
           rows: The number of rows of the arrays, except for scalars.
         """
         # While Keras trains a model, its variables have no values.
-        states = [
-            jax.ShapeDtypeStruct(tuple(v.shape), v.dtype)
-            for v in self.metric.variables
-        ]
+        states = list(map(get_shape, self.metric.variables))
         update = self.metric.stateless_update_state
         nest = (tuple(self.args), self.kwargs)
         return _trace(lambda *a, **k: list(update(*a, **k)), nest, rows, states)

@@ -7,7 +7,6 @@ one array, which is an attribute of the variable. Its dimension 0 has one entry
 for each replica.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -28,6 +27,7 @@ from keras_strategies.variables.initial_values import (
 )
 
 _MARK = "_ks_on_read"
+# The copies, and the value outside of `run` at which they were set.
 _COPIES = "_ks_copies"
 
 
@@ -62,14 +62,6 @@ class Unreadable:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _raise
     __eq__ = __ne__ = __lt__ = __gt__ = _raise  # type: ignore[assignment]
     astype = item = __getitem__ = __iter__ = _raise
-
-
-@dataclasses.dataclass(frozen=True)
-class Copies:
-    """A variable's copies on the replicas, and the aggregate of the copies."""
-
-    array: jax.Array
-    value: Any
 
 
 def create(
@@ -114,10 +106,10 @@ def get_copies(variable: keras.Variable, mesh: ReplicaMesh) -> jax.Array:
     Returns:
       An array of shape (replicas, *shape), with one copy on each device.
     """
-    copies: Copies | None = getattr(variable, _COPIES, None)
+    copies, known = getattr(variable, _COPIES, (None, None))
     value = variable._value
-    if copies is not None and copies.value is value:
-        return copies.array
+    if copies is not None and known is value:
+        return copies
     host = np.asarray(value)
     parts = np.broadcast_to(host, (mesh.num_replicas, *host.shape))
     if copies is not None and variable.aggregation == "sum":
@@ -162,7 +154,7 @@ def set_copies(
     """
     if variable.aggregation == "none":
         aggregate = Unreadable(variable)
-    setattr(variable, _COPIES, Copies(array, aggregate))
+    setattr(variable, _COPIES, (array, aggregate))
     variable._value = aggregate
 
 

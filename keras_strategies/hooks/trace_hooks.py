@@ -49,7 +49,7 @@ _OF_METRICS = {
     "reset_state": metric_hooks.reset_state,
     "result": metric_hooks.result,
 }
-_OF_METRIC_LISTS = {"update_state": metric_hooks.update_compiled}
+_METRIC_LISTS = (CompileMetrics, MetricsList)
 
 
 def trace_hooks() -> contextlib.AbstractContextManager[None]:
@@ -60,22 +60,15 @@ def trace_hooks() -> contextlib.AbstractContextManager[None]:
 def _find_patches() -> Iterator[Patch]:
     yield loss_module, "reduce_values", _make_hook(loss_hooks.reduce_values)
     yield loss_module, "apply_mask", _make_hook(loss_hooks.apply_mask)
-    for cls in _find_classes(keras.losses.Loss):
-        yield from _find_class_patches(cls, _OF_LOSSES)
-    for cls in dict.fromkeys(
-        (*keras.Model.__mro__, *_find_classes(keras.Model))
-    ):
-        yield from _find_class_patches(cls, _OF_MODELS)
+    yield from _patch_classes(keras.losses.Loss, _OF_LOSSES)
+    yield from _patch_classes(keras.Model, _OF_MODELS)
     normalization = keras.layers.BatchNormalization
     yield normalization, "call", _make_hook(batch_norm.call_layer)
     yield normalization, "_moments", _make_hook(batch_norm.find_moments)
-    for cls in _find_classes(BaseOptimizer):
-        yield from _find_class_patches(cls, _OF_OPTIMIZERS, "in_optimizer")
-    for cls in _find_classes(keras.metrics.Metric):
-        is_list = issubclass(cls, CompileMetrics | MetricsList)
-        yield from _find_class_patches(
-            cls, _OF_METRIC_LISTS if is_list else _OF_METRICS
-        )
+    yield from _patch_classes(BaseOptimizer, _OF_OPTIMIZERS, "in_optimizer")
+    yield from _patch_classes(keras.metrics.Metric, _OF_METRICS)
+    for cls in _METRIC_LISTS:
+        yield cls, "update_state", _make_hook(metric_hooks.update_compiled)
     yield keras.random.SeedGenerator, "next", _make_hook(seeds.next_seed)
     for cls in (jax.custom_jvp, jax.custom_vjp):
         yield cls, "__call__", _make_hook(gradients.call_with_derivative)
@@ -84,12 +77,14 @@ def _find_patches() -> Iterator[Patch]:
         yield KerasVariable, name, hook
 
 
-def _find_class_patches(
-    cls: type, hooks: dict[str, Callable[..., Any]], inside: str = ""
+def _patch_classes(
+    base: type, hooks: dict[str, Callable[..., Any]], inside: str = ""
 ) -> Iterator[Patch]:
-    for name, hook in hooks.items():
-        if name in vars(cls):
-            yield cls, name, _make_hook(hook, inside)
+    """Yields the patches of a class, of its bases and of its subclasses."""
+    for cls in dict.fromkeys((*base.__mro__, *_find_classes(base))):
+        for name in [n for n in hooks if n in vars(cls)]:
+            if not issubclass(cls, _METRIC_LISTS):
+                yield cls, name, _make_hook(hooks[name], inside)
 
 
 def _make_hook(

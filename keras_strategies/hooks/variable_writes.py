@@ -28,10 +28,9 @@ def is_user_defined(variable: keras.Variable) -> bool:
     """
     if variable.aggregation != "none":
         return True
-    made_by_user = getattr(variable, "_ks_users", None)
-    if made_by_user is not None:
-        return made_by_user and not is_seed(variable)
-    return variable.path == variable.name and not is_seed(variable)
+    has_own_path = variable.path == variable.name
+    made_by_user = getattr(variable, "_ks_users", has_own_path)
+    return made_by_user and not is_seed(variable)
 
 
 def assign(

@@ -197,6 +197,9 @@ def _make_chained_getter(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_current_value
 
 
+_get_chained = _make_chained_getter(keras.StatelessScope.get_current_value)
+
+
 class InnerScope(CollectingScope):
     """A stateless scope that reads variables it lacks from the outer scope.
 
@@ -206,14 +209,19 @@ class InnerScope(CollectingScope):
 
     Args:
       mapping: Pairs of a variable and its value.
+
+    Attributes:
+      read: The variables that were read in the scope.
     """
 
     def __init__(self, mapping: Iterable[tuple[keras.Variable, Any]]) -> None:
         super().__init__(mapping, initialize_variables=False)
+        self.read = IdentitySet()
 
-    get_current_value = _make_chained_getter(
-        keras.StatelessScope.get_current_value
-    )
+    def get_current_value(self, variable: keras.Variable) -> Array | None:
+        """Returns a variable's value, and records that it was read."""
+        self.read.add(variable)
+        return _get_chained(self, variable)
 
 
 def chain_scopes() -> contextlib.AbstractContextManager[None]:

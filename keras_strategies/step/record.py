@@ -24,6 +24,7 @@ from keras_strategies.keras_bridge.step_context import (
 )
 from keras_strategies.passes import traces
 from keras_strategies.passes.marked_updates import reusing_updates
+from keras_strategies.passes.stages import get_shape
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import (
     replica_map,
@@ -127,10 +128,7 @@ class StepTracer:
                 kind, is_retrace=True, has_all_rows=has_all_rows
             )
             batch = with_leading((rows * self._mesh.num_replicas,), batch)
-        state = jax.tree.map(
-            lambda v: jax.ShapeDtypeStruct(tuple(v.shape), v.dtype),
-            self._variables,
-        )
+        state = jax.tree.map(get_shape, self._variables)
         try:
             traced = self._record.trace(kind, *state, batch)
         except Exception as error:
