@@ -27,7 +27,7 @@ from keras_strategies._types import Array, Equation
 from keras_strategies.passes import stages
 from keras_strategies.passes.stages import is_collective
 
-_CALLS = stages.names_in(
+CALLS = stages.names_in(
     "jit pjit closed_call core_call remat2 checkpoint",
     "custom_jvp_call custom_vjp_call custom_lin",
 )
@@ -175,7 +175,7 @@ def find_called_jaxpr(equation: Equation) -> tuple[Any, list[Any]] | None:
         return _trace_expanded(equation)
     params = equation.params
     called = params.get("jaxpr", params.get("call_jaxpr"))
-    if called is None or equation.primitive.name not in _CALLS:
+    if called is None or equation.primitive.name not in CALLS:
         return None
     inner = getattr(called, "jaxpr", called)
     consts = list(getattr(called, "consts", ()))

@@ -163,17 +163,21 @@ def _close(equation: Equation, dims: Collection[int]) -> _Specs:
     return find_specs(equation.invars), find_specs(equation.outvars)
 
 
-def _close_windows(equation: Equation, _: tuple[str, ...]) -> _Specs:
-    """Returns specs that do not shard what windows combine."""
+def window_dims(equation: Equation) -> list[int]:
+    """Returns the dimensions along which an equation's windows combine."""
     params = equation.params
     names = "window_dimensions window_strides base_dilation window_dilation"
     sizes = [params[n] for n in names.split() if params.get(n) is not None]
-    dims = [
+    return [
         dim
         for dim, padding in enumerate(params["padding"])
         if any(padding) or any(size[dim] != 1 for size in sizes)
     ]
-    return _close(equation, dims)
+
+
+def _close_windows(equation: Equation, _: tuple[str, ...]) -> _Specs:
+    """Returns specs that do not shard what windows combine."""
+    return _close(equation, window_dims(equation))
 
 
 def _close_transformed(equation: Equation, _: tuple[str, ...]) -> _Specs:

@@ -151,11 +151,9 @@ class Replay:
         if self._has_ended:
             raise RuntimeError(
                 "A step, or a function passed to `run`, must not catch "
-                "BaseException. If a batch cannot be divided equally among "
-                "the replicas, the function is traced repeatedly, and a "
-                "BaseException ends these traces at collectives. The function "
-                "caught it (`except:` or `except BaseException:`). Catch "
-                "`Exception` instead."
+                "BaseException, which ends its traces at collectives if a "
+                "batch cannot be divided equally among the replicas. The "
+                "function caught it (`except:`). Catch `Exception` instead."
             )
 
 

@@ -40,7 +40,7 @@ _SILENT = names_in(
     "NamedAxisEffect InternalMutableArrayEffect",
     "ReadEffect WriteEffect AccumEffect",
 )
-_COLLECTIVES = names_in("psum pmax pmin all_gather reduce_scatter ppermute")
+COLLECTIVES = names_in("psum pmax pmin all_gather reduce_scatter ppermute")
 
 
 def find_output_stages(jaxpr: Jaxpr, stages: Sequence[int]) -> list[int]:
@@ -306,7 +306,7 @@ def reduced_dims(equation: Equation) -> tuple[int, ...]:
 
 def is_collective(equation: Equation) -> bool:
     """Returns whether devices communicate in an equation."""
-    if not equation.primitive.name.startswith(_COLLECTIVES):
+    if not equation.primitive.name.startswith(COLLECTIVES):
         return False
     axes = equation.params.get("axes")
     return axes is None or len(reduced_dims(equation)) < len(axes)

@@ -14,6 +14,7 @@ import dataclasses
 import enum
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,15 +35,12 @@ from keras_strategies.passes.row_kinds.kinds import (
 )
 
 
-class Verdict(enum.Enum):
-    """Whether the mean of the replicas' losses is the global batch's loss.
+class Verdict(enum.IntEnum):
+    """Whether the mean of the replicas' losses is the global batch's loss."""
 
-    The worse, the later.
-    """
-
-    MEAN = "mean"
-    UNSURE = "unsure"
-    MIXED = "mixed"
+    MEAN = 0
+    UNSURE = 1
+    MIXED = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,11 +183,8 @@ def losses_in(
     except Different:
         return Finding(verdict=Verdict.MIXED, counting=True)
     found = [(_verdict(kind), kind.why) for kind in interpreter.losses]
-    order = list(Verdict)
     verdict, why = max(
-        found,
-        key=lambda pair: order.index(pair[0]),
-        default=(Verdict.MEAN, None),
+        found, key=operator.itemgetter(0), default=(Verdict.MEAN, None)
     )
     finding = Finding(verdict=verdict, why=why, has_losses=bool(found))
     if retraced is None:

@@ -7,6 +7,7 @@ operands.
 import math
 from collections.abc import Sequence
 
+from keras_strategies.passes.constrained_operations import window_dims
 from keras_strategies.passes.row_kinds.call import (
     Call,
     add_powers,
@@ -89,20 +90,8 @@ def reduce_window(call: Call) -> Kind:
     kind = call.kinds[0]
     if kind.is_const:
         return join_plain(call.kinds)
-    call.require(kind.is_rows and _is_within_entries(call, kind.axis))
+    call.require(kind.is_rows and kind.axis not in window_dims(call.equation))
     return at_axis(kind, kind.axis)
-
-
-def _is_within_entries(call: Call, axis: int) -> bool:
-    """Returns whether windows contain one entry along a dimension."""
-    params = call.params
-    neutral = [params["window_dimensions"][axis] == 1]
-    neutral += [
-        params[name][axis] == 1
-        for name in ("window_strides", "base_dilation", "window_dilation")
-        if params.get(name) is not None
-    ]
-    return all(neutral) and tuple(params["padding"][axis]) == (0, 0)
 
 
 def scatter_to_selected(call: Call) -> Kind:
@@ -113,7 +102,7 @@ def scatter_to_selected(call: Call) -> Kind:
     rows = operand if operand.is_rows else source
     for k in range(2):
         call.require(call.is_aligned(k, rows.axis, rows.outer))
-    call.require(_is_within_entries(call, rows.axis))
+    call.require(rows.axis not in window_dims(call.equation))
     return make_rows(rows.axis, rows.outer, source.power)
 
 

@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from keras_strategies._types import Equation
+from keras_strategies.passes.collective_cut import CALLS
 from keras_strategies.passes.row_kinds import (
     elementwise,
     indexing,
@@ -39,6 +40,7 @@ from keras_strategies.passes.row_kinds.kinds import (
 )
 from keras_strategies.passes.row_kinds.scales import depends_on_count
 from keras_strategies.passes.stages import (
+    COLLECTIVES,
     is_collective,
     names_in,
     reduced_dims,
@@ -64,7 +66,7 @@ def _apply_rule(call: Call) -> Kind | list[Kind]:
         return _scatter_rows(call)
     if call.name in _REDUCTIONS and reduced_dims(call.equation):
         return [_reduce_dims(call, k) for k in range(num)]
-    if call.name in _GLOBAL:
+    if call.name.startswith(_GLOBAL):
         return _communicate(call)
     if any(kind.is_rows and kind.numbering for kind in call.kinds):
         return _compute_with_numbers(call)
@@ -271,12 +273,18 @@ def _scalars(equation: JaxprEqn) -> list[Any]:
     return [*values, *filter(None, equation.params.get("start_indices", ()))]
 
 
+_SHAPES = names_in(
+    "reshape transpose squeeze expand_dims split stack unstack concatenate pad",
+    "tile iota dynamic_slice dynamic_update_slice",
+)
+_WINDOWS = names_in(
+    "reduce_window reduce_window_sum reduce_window_max reduce_window_min"
+)
 _LINEAR = names_in(
-    "transpose squeeze expand_dims stack unstack concatenate pad tile rev sort",
-    "top_k cumsum cummax cummin reduce_max reduce_min reduce_window",
-    "reduce_window_sum reduce_window_max reduce_window_min split slice",
-    "dynamic_slice dynamic_update_slice gather scatter scatter-add",
-    "scatter_add scatter-sub",
+    *_SHAPES,
+    *_WINDOWS,
+    "rev sort top_k cumsum cummax cummin reduce_max reduce_min slice gather",
+    "scatter scatter-add scatter_add scatter-sub",
 )
 """Primitives that keep the exponent of rows if the constants do not scale."""
 
@@ -288,10 +296,7 @@ RANDOM = names_in(
 )
 """Primitives whose results are expected to differ between replicas."""
 
-_CALLS = names_in(
-    "jit pjit closed_call core_call remat2 checkpoint custom_jvp_call",
-    "custom_vjp_call custom_linear_solve scan while cond",
-)
+_CALLS = (*CALLS, "custom_linear_solve", "scan", "while", "cond")
 """Primitives that call functions."""
 
 _REDUCTIONS = {
@@ -301,11 +306,8 @@ _REDUCTIONS = {
 }
 """The reduction that a collective is over an axis of `jax.vmap`."""
 
-_GLOBAL = names_in(
-    "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant",
-    "reduce_scatter psum_scatter all_to_all ppermute pbroadcast",
-)
-"""Collectives; their results are those of one device with all rows."""
+_GLOBAL = (*COLLECTIVES, "all_to_all", "pbroadcast")
+"""How the names of collectives begin. Their results are those of one device."""
 
 _ELEMENTWISE = names_in(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil",
@@ -347,11 +349,7 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     **_assign(elementwise.elementwise, *_ELEMENTWISE),
     **_assign(lambda call: call.kinds[0], *_SAME),
     "select_n": elementwise.select,
-    **_take(
-        shapes,
-        "reshape transpose squeeze expand_dims split stack unstack concatenate",
-        "pad tile iota dynamic_slice dynamic_update_slice",
-    ),
+    **_take(shapes, *_SHAPES),
     "broadcast_in_dim": shapes.broadcast,
     "slice": shapes.slice_,
     **_take(reductions, "reduce_sum dot_general"),
@@ -365,11 +363,7 @@ _RULES: dict[str, Callable[[Call], Any]] = {
         "cumsum cumprod cummax cummin cumlogsumexp sort top_k",
     ),
     "rev": reductions.reverse,
-    **_assign(
-        reductions.reduce_window,
-        "reduce_window reduce_window_sum reduce_window_max",
-        "reduce_window_min",
-    ),
+    **_assign(reductions.reduce_window, *_WINDOWS),
     "select_and_scatter_add": reductions.scatter_to_selected,
     "conv_general_dilated": reductions.convolution,
     **_assign(

@@ -10,7 +10,6 @@ rows.
 """
 
 import collections
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,56 +98,42 @@ ad.deflinear2(part_p, _transpose)
 ad.primitive_jvps[part_p] = _jvp
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Part:
-    """The values that enter a part, or several parts with the same key.
-
-    Attributes:
-      operands: The equations that mark operands.
-      derivatives: The equations that mark tangents and cotangents.
-      is_believed: Whether results are believed; not if the part is
-        differentiated twice.
-    """
-
-    operands: list[Call] = dataclasses.field(default_factory=list)
-    derivatives: list[Call] = dataclasses.field(default_factory=list)
-    is_believed: bool = True
-
-
 class SeparateParts:
     """The kinds of what enters and leaves the parts of a step."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, _Part] = collections.defaultdict(_Part)
+        # The equations that mark what enters the parts with one key.
+        self._entered: dict[str, list[Call]] = collections.defaultdict(list)
+        # The keys of parts that are differentiated twice, and not believed.
+        self._doubted: set[str] = set()
 
     def find_kind(self, call: Call) -> Kind:
         """Returns the `Kind` of a marked value."""
-        (kind,), params = call.kinds, call.params
-        part = self._parts[params["key"]]
+        (kind,), params, key = call.kinds, call.params, call.params["key"]
         if params["order"] > 1:
             # A derivative may be a product of two that enter, so the exponent
             # of the number of rows is unknown.
-            part.is_believed = False
+            self._doubted.add(key)
         elif params["enters"]:
-            is_operand = params["order"] == 0
-            (part.operands if is_operand else part.derivatives).append(call)
-        elif kind.is_mixed and part.is_believed and kind.power is None:
-            return _believe(call, part)
+            self._entered[key].append(call)
+        elif kind.is_mixed and kind.power is None and key not in self._doubted:
+            return _believe(call, self._entered[key])
         return kind
 
 
-def _believe(call: Call, part: _Part) -> Kind:
+def _believe(call: Call, entered: list[Call]) -> Kind:
     """Returns the believed `Kind` of a mixed value that leaves a part."""
-    is_derivative = call.params["order"] == 1
-    derivatives = part.derivatives if is_derivative else []
-    entered = [*part.operands, *derivatives]
+    # A result does not depend on the tangents and cotangents that enter.
+    entered = [c for c in entered if c.params["order"] <= call.params["order"]]
+    operands = [c for c in entered if c.params["order"] == 0]
+    derivatives = [c for c in entered if c.params["order"] == 1]
     rows = {
         (c.kinds[0].outer, _first_sizes(c))
         for c in entered
         if c.kinds[0].is_rows
     }
     are_separate = all(map(_is_separate, entered))
-    are_plain = all(c.kinds[0].is_plain for c in part.operands)
+    are_plain = all(c.kinds[0].is_plain for c in operands)
     powers = {
         c.kinds[0].power_in(c.ratio)
         for c in derivatives
