@@ -8,7 +8,6 @@ model's train and test steps are traced here, and not compiled.
 import functools
 import warnings
 
-import jax
 import keras
 import numpy as np
 import pytest
@@ -485,64 +484,3 @@ MODELS = {
 def test_each_model_is_mapped(name):
     build, x, y, compiled = MODELS[name]
     check_is_mapped(build, x, y, kinds=("train", "test"), **compiled)
-
-
-class Adversarial(keras.Model):
-    """A generative adversarial network, as in Keras's guide for JAX."""
-
-    def __init__(self):
-        super().__init__()
-        self.generator = keras.Sequential([keras.Input((4,)), layers.Dense(8)])
-        self.judge = keras.Sequential([keras.Input((8,)), layers.Dense(1)])
-        self.seeds = keras.random.SeedGenerator(2)
-        self.tracker = keras.metrics.Mean(name="judge_loss")
-        self.binary = losses.BinaryCrossentropy(from_logits=True)
-        self.built = True
-
-    def call(self, x):
-        return self.judge(x)
-
-    def train_step(self, state, data):
-        weights, others, slots, metrics = state
-        real = data[0] if isinstance(data, tuple) else data
-        rows = ops.shape(real)[0]
-
-        def loss_of(weights, others):
-            mapping = [
-                *zip(self.trainable_variables, weights, strict=True),
-                *zip(self.non_trainable_variables, others, strict=True),
-            ]
-            with keras.StatelessScope(state_mapping=mapping) as scope:
-                noise = keras.random.normal((rows, 4), seed=self.seeds)
-                both = ops.concatenate([self.generator(noise), real], axis=0)
-                labels = ops.concatenate(
-                    [ops.ones((rows, 1)), ops.zeros((rows, 1))], axis=0
-                )
-                labels += 0.05 * keras.random.uniform(
-                    ops.shape(labels), seed=self.seeds
-                )
-                loss = self.binary(labels, self.judge(both))
-            new = self.non_trainable_variables
-            return loss, [scope.get_current_value(v) for v in new]
-
-        grad = jax.value_and_grad(loss_of, has_aux=True)
-        (loss, new), grads = grad(weights, others)
-        others = [
-            o if n is None else n for o, n in zip(others, new, strict=True)
-        ]
-        weights, slots = self.optimizer.stateless_apply(slots, grads, weights)
-        mapping = list(zip(self.metrics_variables, metrics, strict=True))
-        with keras.StatelessScope(state_mapping=mapping) as scope:
-            self.tracker.update_state(loss)
-            logs = {"loss": self.tracker.result()}
-        metrics = [scope.get_current_value(v) for v in self.metrics_variables]
-        return logs, (weights, others, slots, metrics)
-
-
-def test_an_adversarial_step_of_ones_own_is_mapped():
-    strategy = mirrored(2)
-    with strategy.scope(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = Adversarial()
-        model.compile("adam")
-        model.fit(VECTORS, batch_size=ROWS, verbose=0)

@@ -231,26 +231,28 @@ class MeanOfLoss(OwnStep):
         return {"loss": self.tracker.result()}
 
 
-def test_a_sum_of_scalars_is_exact():
-    check_own(SumOfScalar, warns="metric 'tracker' (Sum)")
-
-
-def test_a_count_of_rows_is_exact():
-    check_own(CountOfRows, warns="metric 'tracker' (Sum)")
-
-
-@pytest.mark.parametrize("replicas", [2, 8])
-def test_a_sum_of_features_is_exact(replicas):
-    check_own(SumOfFeatures, warns="metric 'tracker' (Sum)", replicas=replicas)
+@pytest.mark.parametrize(
+    ("model_class", "replicas", "steps"),
+    [
+        (SumOfScalar, 2, 1),
+        (CountOfRows, 2, 1),
+        (CountOfRows, 8, 2),
+        (SumOfFeatures, 2, 1),
+        (SumOfFeatures, 8, 1),
+    ],
+)
+def test_sums_of_what_has_no_rows_are_exact(model_class, replicas, steps):
+    check_own(
+        model_class,
+        warns="metric 'tracker' (Sum)",
+        replicas=replicas,
+        steps_per_execution=steps,
+    )
 
 
 @pytest.mark.parametrize("model_class", [CountOfSteps, MeanOfLoss])
 def test_constants_and_mean_losses_are_mapped_over_replicas(model_class):
     check_own(model_class)
-
-
-def test_a_count_of_rows_of_several_steps_in_one_program():
-    check_own(CountOfRows, warns="tracker", steps_per_execution=2, replicas=8)
 
 
 class TwoKinds(SumOfScalar):
@@ -495,46 +497,6 @@ def test_metrics_over_the_axis_of_rows():
             keras.metrics.ConcordanceCorrelation(axis=(0, 1), name="ccc"),
         ],
     )
-
-
-class Overshoot(keras.metrics.Metric):
-    """The largest prediction beyond 1: no sum, which [0, 1] hides."""
-
-    def __init__(self):
-        super().__init__(name="overshoot")
-        self.value = self.add_variable((), "zeros", name="value")
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        beyond = ops.max(ops.relu(y_pred - 1))
-        self.value.assign(ops.maximum(self.value, beyond))
-
-    def result(self):
-        return self.value + 0.0
-
-
-class HighestClass(Overshoot):
-    """The largest label above 1."""
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        beyond = ops.max(ops.relu(ops.cast(y_true, "float32") - 1))
-        self.value.assign(ops.maximum(self.value, beyond))
-
-
-@pytest.mark.parametrize("metric", combine([Overshoot, HighestClass], every=2))
-def test_metrics_that_are_no_sums_beyond_small_numbers(metric):
-    labels = np.arange(44) % 7
-    x = 10 * X
-
-    def act(model):
-        return train(model, x=x, y=np.stack([labels, labels[::-1]], axis=1))
-
-    with pytest.warns(UserWarning, match="not shown to add"):
-        check(
-            two_outputs,
-            act,
-            optimizer=lambda: keras.optimizers.SGD(1e-4),
-            metrics=lambda: [metric()],
-        )
 
 
 # Steps that cannot be mapped.

@@ -29,11 +29,6 @@ def correlation(t, p):
     return 1 - ops.mean(ops.sum(a * b, 0) / norms)
 
 
-def determination(t, p):
-    rest = ops.sum(error(t, p))
-    return rest / ops.sum(ops.square(t - ops.mean(t, axis=0)))
-
-
 def triplet(t, p):
     distances = ops.sum(ops.square(p[:, None] - p[None]), axis=-1)
     labels = ops.argmax(t, axis=-1)
@@ -74,14 +69,6 @@ def balanced(t, p):
     best = ops.one_hot(ops.argmax(chances, axis=-1), OUTPUTS)
     router = OUTPUTS * ops.sum(ops.mean(best, axis=0) * share)
     return ops.mean(error(t, p)) + 0.1 * router
-
-
-def kernel_distance(t, p):
-    def mean_of(a, b):
-        far = ops.sum(ops.square(a[:, None] - b[None]), axis=-1)
-        return ops.mean(ops.exp(-far))
-
-    return mean_of(t, t) + mean_of(p, p) - 2 * mean_of(t, p)
 
 
 def hard_rows(t, p):
@@ -136,21 +123,16 @@ LOSSES = {
         lambda v, axis: ops.square(v - jax.lax.all_gather(v, axis))
     ),
     "root_of_mean": lambda t, p: ops.sqrt(ops.mean(error(t, p))),
-    "log_of_mean": lambda t, p: ops.log(ops.mean(error(t, p))),
     "square_of_mean": lambda t, p: ops.square(ops.mean(t - p)),
-    "inverse_of_mean": lambda t, p: 1 / (1 + ops.mean(error(t, p))),
     "power_of_mean": lambda t, p: ops.mean(ops.abs(t - p) ** 3) ** (1 / 3),
     "clipped_mean": lambda t, p: ops.maximum(ops.mean(error(t, p)), 0.3),
-    "absolute_mean": lambda t, p: ops.abs(ops.mean(t - p)),
     "largest": lambda t, p: ops.max(ops.abs(t - p)),
     "largest_row": lambda t, p: ops.max(of_rows(t, p)),
-    "smallest_row": lambda t, p: ops.min(of_rows(t, p)),
     "smooth_largest": lambda t, p: ops.logsumexp(of_rows(t, p)),
     "softmax_of_rows": lambda t, p: ops.sum(
         ops.softmax(of_rows(t, p)) * of_rows(t, p)
     ),
     "median": lambda t, p: ops.median(of_rows(t, p)),
-    "quantile": lambda t, p: ops.quantile(of_rows(t, p), 0.8),
     "sorted": lambda t, p: ops.mean(
         ops.abs(ops.sort(t, axis=0) - ops.sort(p, axis=0))
     ),
@@ -159,22 +141,13 @@ LOSSES = {
     "sum_of_replica": lambda t, p: 0.1 * ops.sum(of_rows(t, p)) / 8,
     "sum_of_batch": lambda t, p: ops.sum(of_rows(t, p)) / 23,
     "ratio": lambda t, p: ops.sum(ops.abs(t - p)) / ops.sum(ops.abs(t)),
-    "masked_mean": lambda t, p: (
-        ops.sum(error(t, p) * ops.cast(t > 0.7, "float32"))
-        / ops.sum(ops.cast(t > 0.7, "float32"))
-    ),
     "weighted_mean": lambda t, p: (
         ops.sum(error(t, p) * t) / (ops.sum(t) + 1e-7)
     ),
-    "dice": lambda t, p: (
-        1 - 2 * ops.sum(t * p) / (ops.sum(t * t) + ops.sum(p * p))
-    ),
-    "deviation": lambda t, p: ops.std(t - p),
     "variance": lambda t, p: ops.mean(ops.var(t - p, axis=0)),
     "unbiased": lambda t, p: ops.sum(error(t, p)) / (3 * (ops.shape(t)[0] - 1)),
     "concordance": concordance,
     "correlation": correlation,
-    "determination": determination,
     "triplet": triplet,
     "contrastive": contrastive,
     "off_diagonal": off_diagonal,
@@ -183,7 +156,6 @@ LOSSES = {
     ),
     "by_class": by_class,
     "balanced": balanced,
-    "kernel_distance": kernel_distance,
     "next_row": lambda t, p: ops.mean(ops.abs(p[1:] - t[:-1])),
     "first_rows": lambda t, p: ops.mean(error(t, p)[:5]),
     "rolled": lambda t, p: ops.mean(error(ops.roll(t, 1, axis=0), p)),
