@@ -36,32 +36,22 @@ def compute_call(
     values.update(zip(map(id, node.output_tensors), outputs, strict=False))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class BlockCalls:
     """A run of equal blocks, of which each can be computed for any input.
 
-    Args:
+    Attributes:
       blocks: The blocks.
       nodes: The calls in the graph, by the ids of their operations.
       values: The values of symbolic tensors that are computed before the
         blocks, by the tensors' ids.
       operation_fn: The function that prepares an operation for its call.
-
-    Attributes:
-      blocks: The blocks.
-      entering: The value that enters the first block.
     """
 
-    def __init__(
-        self,
-        blocks: Blocks,
-        nodes: Mapping[int, Any],
-        values: MutableMapping[int, Any],
-        operation_fn: Callable[[Any], Callable[..., Any]],
-    ) -> None:
-        self.blocks = blocks
-        self.entering = values[blocks.tensors[0]]
-        self._nodes, self._values = nodes, values
-        self._operation_fn = operation_fn
+    blocks: Blocks
+    nodes: Mapping[int, Any]
+    values: MutableMapping[int, Any]
+    operation_fn: Callable[[Any], Callable[..., Any]]
 
     def compute(self, number: int, value: Array) -> Array:
         """Computes one block for an input, and returns the block's output.
@@ -72,9 +62,9 @@ class BlockCalls:
             block.
         """
         new = {self.blocks.tensors[number]: value}
-        values = collections.ChainMap(new, self._values)
+        values = collections.ChainMap(new, self.values)
         for operation in self.blocks.segments[number]:
-            compute_call(self._nodes[id(operation)], values, self._operation_fn)
+            compute_call(self.nodes[id(operation)], values, self.operation_fn)
         return values[self.blocks.tensors[number + 1]]
 
 

@@ -5,9 +5,11 @@ Deep models repeat the same few layers, so a loop can compute them.
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -16,6 +18,7 @@ from keras_strategies.kernels.call_signatures import (
     call_signature,
     is_of_keras,
 )
+from keras_strategies.spmd.identity import IdentitySet
 
 MIN_BLOCKS = 4
 """The smallest number of repetitions that are treated as blocks."""
@@ -37,8 +40,6 @@ class Blocks:
       tensors: The ids of the symbolic tensors between the blocks: the one that
         enters the first block, and of each block the only one that is used
         outside of it, which the next block reads.
-      num_entries: The number of parameters of one block: the total number of
-        entries of its variables.
       reason: Why the last trace could not compute the blocks in a loop; "" if
         it did, and None if there was none.
     """
@@ -46,25 +47,29 @@ class Blocks:
     model: keras.Model
     segments: Sequence[Sequence[Any]]
     tensors: Sequence[int]
-    num_entries: int
     reason: str | None = None
 
     @property
     def layers(self) -> list[keras.layers.Layer] | None:
         """The layer of each block, or None if blocks are not single layers."""
-        if len(self.segments[0]) > 1:
-            return None
-        parts = [segment[0] for segment in self.segments]
-        is_of_layers = all(isinstance(x, keras.layers.Layer) for x in parts)
-        return parts if is_of_layers else None
+        first, *others = self.segments[0]
+        is_layer = isinstance(first, keras.layers.Layer) and not others
+        return [segment[0] for segment in self.segments] if is_layer else None
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
-        """The number of parameters of all blocks."""
-        return len(self) * self.num_entries
+        """The number of parameters (entries of variables) of all blocks."""
+        variables = list_variables(self.segments[0])
+        return len(self) * sum(math.prod(v.shape) for v in variables)
 
     def __len__(self) -> int:
         return len(self.segments)
+
+
+def list_variables(operations: Sequence[Any]) -> list[keras.Variable]:
+    """Returns the variables of operations, each once."""
+    variables = (getattr(x, "variables", ()) for x in operations)
+    return list(IdentitySet(itertools.chain.from_iterable(variables)))
 
 
 def find_blocks(model: keras.Model) -> Blocks | None:
@@ -124,7 +129,7 @@ def find_equal_blocks(model: keras.Model) -> list[Blocks]:
     if not MIN_BLOCKS <= len(nodes) <= _MAX_NODES:
         return []
     runs: list[tuple[range, Blocks]] = []
-    kinds = list(map(call_signature, nodes))
+    kinds = map(call_signature, nodes)
     for start, length, count in _find_repetitions(kinds):
         run = range(start, start + length * count)
         segments = [run[i : i + length] for i in range(0, len(run), length)]
@@ -148,17 +153,14 @@ def iter_calls(graph: Any) -> Iterator[Any]:
                 yield node
 
 
-def _find_repetitions(kinds: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
+def _find_repetitions(kinds: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
     """Yields (start, length, repetitions) for each periodic range of a list."""
     # Each possible length of a block is tried. If all entries in a range equal
     # the entries `length` positions later, the list is periodic there.
     ids: dict[Any, int] = {}
     numbers = [ids.setdefault(kind, len(ids)) for kind in kinds]
-    size = len(numbers)
-    for length in range(1, size // MIN_BLOCKS + 1):
-        is_equal = [
-            numbers[i] == numbers[i + length] for i in range(size - length)
-        ]
+    for length in range(1, len(numbers) // MIN_BLOCKS + 1):
+        is_equal = map(operator.eq, numbers, numbers[length:])
         position = 0
         for equal, run in itertools.groupby(is_equal):
             count = len(list(run))
@@ -190,15 +192,8 @@ def _make_blocks(
     is_shared = any(calls[id(x)] > 1 for part in operations for x in part)
     if entering is None or is_shared:
         return None
-    variables = {
-        id(v): v for x in operations[0] for v in getattr(x, "variables", ())
-    }
-    return Blocks(
-        model=model,
-        segments=operations,
-        tensors=[entering, *leaving],
-        num_entries=sum(math.prod(v.shape) for v in variables.values()),
-    )
+    tensors = [entering, *leaving]
+    return Blocks(model=model, segments=operations, tensors=tensors)
 
 
 def _find_leaving(
@@ -239,9 +234,9 @@ def _find_entering(
     The first block reads this tensor at the position where the second block
     reads the tensor that leaves the first block.
     """
-    shift = segment.stop - segment.start
     for i in segment:
-        inputs = nodes[i].input_tensors, nodes[i + shift].input_tensors
+        after = nodes[i + len(segment)]
+        inputs = nodes[i].input_tensors, after.input_tensors
         for tensor, next_tensor in zip(*inputs, strict=False):
             if id(next_tensor) == leaving:
                 return id(tensor)

@@ -36,6 +36,7 @@ from keras_strategies.kernels.equal_blocks import (
     get_graph,
     iter_calls,
     iter_functional_parts,
+    list_variables,
 )
 from keras_strategies.kernels.mapped_kernels import current_trace
 from keras_strategies.passes.specs import stack_values
@@ -238,7 +239,8 @@ def _scan(calls: BlockCalls, *, is_checked: bool) -> tuple[Array | None, str]:
         return None, reason
     scope: Any = get_stateless_scope()
     values = [[_read(scope, v) for v in column] for column in columns]
-    carry = calls.entering, get_keras_mask(calls.entering)
+    entering = calls.values[calls.blocks.tensors[0]]
+    carry = entering, get_keras_mask(entering)
 
     def trace(number: int) -> TracedBlock:
         variables = [column[number] for column in columns]
@@ -295,7 +297,6 @@ def _warn(model: keras.Model, reason: str) -> None:
     warnings.warn(
         f"The equal blocks of {model.name!r} are computed one by one, not in a "
         f"loop: {reason}.",
-        UserWarning,
         stacklevel=2,
     )
 
@@ -306,21 +307,14 @@ def _read(scope: keras.StatelessScope, variable: keras.Variable) -> Array:
     return variable._value if value is None else value
 
 
-def _find_variables(
-    blocks: Blocks,
-) -> tuple[list[list[keras.Variable]], str]:
+def _find_variables(blocks: Blocks) -> tuple[list[list[keras.Variable]], str]:
     """Finds, for each variable of a block, that variable in all blocks.
 
     Returns:
       The variables without those that all blocks share, and "". If blocks share
       others, an empty list, and the reason against a loop.
     """
-    rows = []
-    for segment in blocks.segments:
-        segment_variables = [
-            v for op in segment for v in getattr(op, "variables", ())
-        ]
-        rows.append(list({id(v): v for v in segment_variables}.values()))
+    rows = list(map(list_variables, blocks.segments))
     columns = list(map(list, zip(*rows, strict=False)))
     counts = [len(set(map(id, column))) for column in columns]
     are_uneven = len(set(map(len, rows))) > 1

@@ -55,6 +55,14 @@ def in_words(count):
     return keras.Model(inputs, layers.Dense(2)(x))
 
 
+def chained(make, kind=keras.Model, count=COUNT):
+    """Makes a chain of what a function makes of 0, 1, 2, and so on."""
+    x = inputs = keras.Input((5, 8))
+    for number in range(count):
+        x = make(number)(x)
+    return kind(inputs, x)
+
+
 def build_layers(count):
     x = inputs = keras.Input((5, 8))
     for _ in range(count):
@@ -127,10 +135,7 @@ def build_models(count):
 
 
 def ending_with_blocks(count):
-    x = inputs = keras.Input((5, 8))
-    for _ in range(count):
-        x = Block()(x)
-    return keras.Model(inputs, x)
+    return chained(lambda _: Block(), count=count)
 
 
 def with_two_widths(count):
@@ -170,15 +175,12 @@ def test_blocks_are_all_repetitions(make):
         sum(int(np.prod(v.shape)) for v in list_variables(segment))
         for segment in blocks.segments
     }
-    assert sizes == {blocks.num_entries}
+    assert sizes == {blocks.size / COUNT}
 
 
 def build_shared_layers():
-    x = inputs = keras.Input((5, 8))
     block = Block()
-    for _ in range(COUNT):
-        x = block(x)
-    return keras.Model(inputs, x)
+    return chained(lambda _: block)
 
 
 def with_a_shared_part():
@@ -207,25 +209,19 @@ def with_dense_connections():
     return keras.Model(inputs, x)
 
 
+ACTIVATIONS = ("relu", "gelu", "tanh", "silu", "relu", "elu")
+
+
 def build_growing_layers():
-    x = inputs = keras.Input((5, 8))
-    for width in range(8, 8 + COUNT):
-        x = layers.Dense(width)(x)
-    return keras.Model(inputs, x)
+    return chained(lambda number: layers.Dense(8 + number))
 
 
 def build_different_layers():
-    x = inputs = keras.Input((5, 8))
-    for name in ("relu", "gelu", "tanh", "silu", "relu", "elu"):
-        x = layers.Dense(8, activation=name)(x)
-    return keras.Model(inputs, x)
+    return chained(lambda k: layers.Dense(8, activation=ACTIVATIONS[k]))
 
 
 def without_variables():
-    x = inputs = keras.Input((5, 8))
-    for _ in range(COUNT):
-        x = layers.ReLU()(x)
-    return keras.Model(inputs, layers.Dense(1)(x))
+    return chained(lambda _: layers.ReLU())
 
 
 class Subclassed(keras.Model):
@@ -279,20 +275,12 @@ class Around(layers.Layer):
         return self.model(x)
 
 
-def chained(make, kind=keras.Model):
-    x = inputs = keras.Input((5, 8))
-    for number in range(COUNT):
-        x = make(number)(x)
-    return kind(inputs, x)
-
-
 def build_layers_with_other_attributes():
     return chained(lambda number: Repeated(1 + number))
 
 
 def build_layers_with_other_inner_layers():
-    names = ("relu", "gelu", "tanh", "silu", "relu", "elu")
-    return chained(lambda number: Repeated(1, activation=names[number]))
+    return chained(lambda k: Repeated(1, activation=ACTIVATIONS[k]))
 
 
 def build_differing_calls():
@@ -373,7 +361,7 @@ def test_of_two_kinds_of_blocks_those_with_most_entries_are_taken():
         x = Block()(x)
     blocks = find_blocks(keras.Model(inputs, x))
     assert len(blocks) == 4
-    assert blocks.num_entries == 32 * 32 + 32
+    assert blocks.size == 4 * (32 * 32 + 32)
 
 
 @pytest.mark.parametrize("make", [build_layers, sequential, nested])
@@ -393,10 +381,9 @@ def test_blocks_that_are_rematerialized_are_found(make):
     ],
 )
 def test_blocks_that_are_computed_again_each_in_its_way_are_none(mode):
-    x = inputs = keras.Input((5, 8))
-    for i in range(COUNT):
-        with keras.RematScope(**(mode if i % 2 else {"mode": None})):
-            block = layers.Dense(8, name=f"inner_{i}")
-            x = block(x)
+    def make(number):
+        with keras.RematScope(**(mode if number % 2 else {"mode": None})):
+            return layers.Dense(8, name=f"inner_{number}")
+
     # Pairs of them would be, were there more.
-    assert find_blocks(keras.Model(inputs, x)) is None
+    assert find_blocks(chained(make)) is None
