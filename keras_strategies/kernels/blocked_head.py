@@ -113,8 +113,7 @@ def _find_head(model: keras.Model) -> tuple[Any, Any]:
     outputs = getattr(get_graph(model), "outputs", None) or [None]
     history = getattr(outputs[0], "_keras_history", None)
     layer = None if history is None else history.operation
-    is_head = len(outputs) == 1 and isinstance(layer, keras.layers.Layer)
-    is_head = is_head and _has_plain_logits(layer)
+    is_head = len(outputs) == 1 and _has_plain_logits(layer)
     return layer if is_head else None, layer
 
 
@@ -151,26 +150,16 @@ class _Head:
 
     def compute_losses(self, labels: Array, smoothing: float) -> Array:
         """Returns the loss of each label."""
-        layer, hidden, bias, cap = self._layer, self._hidden, None, None
-        is_dense = isinstance(layer, keras.layers.Dense)
-        if is_dense:
-            kernel, bias = layer.kernel, layer.bias
+        layer, hidden, is_tied = self._layer, self._hidden, False
+        if isinstance(layer, keras.layers.Dense):
+            kernel, bias, cap = layer.kernel, layer.bias, None
         else:
-            is_tied, cap = layer.tie_weights, layer.logit_soft_cap
+            is_tied, bias, cap = layer.tie_weights, None, layer.logit_soft_cap
             kernel = layer.embeddings if is_tied else layer.reverse_embeddings
             hidden = hidden.astype(layer.reverse_dtype or hidden.dtype)
-        is_transposed = not is_dense and layer.tie_weights
+        options = Options(int(not is_tied), cap, smoothing, _block_sizes[layer])
         losses, self.words = compute_losses(
-            hidden,
-            jnp.asarray(kernel),
-            None if bias is None else jnp.asarray(bias),
-            labels,
-            Options(
-                words_axis=0 if is_transposed else 1,
-                soft_cap=cap,
-                smoothing=smoothing,
-                block_size=_block_sizes[layer],
-            ),
+            hidden, jnp.asarray(kernel), bias, labels, options
         )
         return losses
 

@@ -123,28 +123,19 @@ def compute_losses(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the loss of each label, and the word with the largest logit."""
     words = kernel.shape[options.words_axis]
-    if bias is None:
-        bias = jnp.zeros(words)
+    bias = jnp.zeros(words) if bias is None else jnp.asarray(bias)
     size = -(-words // -(-words // options.block_size))
     size = min(-(-size // _LANES) * _LANES, words)
-    return _compute(
-        options._replace(block_size=size),
-        hidden,
-        kernel,
-        jnp.asarray(bias),
-        labels,
-    )
+    options = options._replace(block_size=size)
+    return _compute(options, hidden, kernel, bias, labels)
 
 
 def _scan_blocks(
-    options: Options,
-    add_block: Callable[..., Any],
-    start: Any,
-    *arrays: Any,
+    options: Options, add_block: Callable[..., Any], start: Any, *arrays: Any
 ) -> Any:
     """Calls `add_block` for each block of words, as the body of a loop.
 
-    Its arguments are the carry, the words (those of the last block may not
+    Its arguments are the carry, and the words (those of the last block may not
     exist), the kernel's block, the logits of shape (..., words), and the
     derivative of the cap. A kernel that is sharded is gathered a block at a
     time (see `passes/specs.py`).
@@ -162,7 +153,7 @@ def _scan_blocks(
             ratio = jnp.tanh(logits / options.soft_cap)
             logits, slope = options.soft_cap * ratio, 1.0 - ratio * ratio
         words = k * size + jnp.arange(size)
-        return add_block(carry, words, part, logits, slope)
+        return add_block(carry, (words, part, logits, slope))
 
     blocks = split_blocks(kernel, axis, size), split_blocks(bias, 0, size)
     return lax.scan(iterate, start, (jnp.arange(len(blocks[1])), *blocks))
@@ -177,24 +168,19 @@ def _multiply(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _compute(
-    options: Options, hidden: Any, kernel: Any, bias: Any, labels: Any
-) -> tuple[jax.Array, jax.Array]:
-    return _forward(options, hidden, kernel, bias, labels)[0]
+def _compute(options: Options, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+    return _forward(options, *arrays)[0]
 
 
-def _forward(
-    options: Options, hidden: Any, kernel: Any, bias: Any, labels: Any
-) -> Any:
+def _forward(options: Options, *arrays: Any) -> Any:
+    hidden, kernel, bias, labels = arrays
     words = kernel.shape[options.words_axis]
 
-    def add_block(
-        carry: Any, word: Any, part: Any, logits: Any, slope: Any
-    ) -> Any:
+    def add_block(carry: Any, block: Any) -> Any:
+        word, _, logits, _ = block
         largest, best, total, of_label, of_all = carry
-        of_label += jnp.where(labels[..., None] == word, logits, 0.0).sum(
-            axis=-1
-        )
+        is_label = labels[..., None] == word
+        of_label += jnp.where(is_label, logits, 0.0).sum(axis=-1)
         of_all += jnp.where(word < words, logits, 0.0).sum(axis=-1)
         logits = jnp.where(word < words, logits, _LOWEST)
         here = logits.max(axis=-1)
@@ -226,9 +212,8 @@ def _backward(options: Options, residuals: Any, gradients: Any) -> Any:
     factor = jnp.where(is_word, gradients[0], 0.0)[..., None]
     rows = tuple(range(labels.ndim))
 
-    def add_block(
-        of_hidden: Any, word: Any, part: Any, logits: Any, slope: Any
-    ) -> Any:
+    def add_block(of_hidden: Any, block: Any) -> Any:
+        word, part, logits, slope = block
         is_label = labels[..., None] == word
         error = jnp.exp(logits - normalizer[..., None])
         error -= (1.0 - smoothing) * is_label + smoothing / words
