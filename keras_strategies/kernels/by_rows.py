@@ -97,13 +97,10 @@ def _mark_function(function: Callable[..., Any]) -> Any:
         if trace is None or not arrays:
             return function(*args, **kwargs)
         is_method = isinstance(leaves[0], keras.Layer)
+        owner = leaves[0] if is_method else call_by_rows
+        tested = _tested.setdefault(owner, set())
         call = _Call(
-            function=function,
-            leaves=leaves,
-            structure=structure,
-            tested=_tested.setdefault(
-                leaves[0] if is_method else call_by_rows, set()
-            ),
+            function=function, leaves=leaves, structure=structure, tested=tested
         )
         return call.compute(trace, arrays)
 

@@ -69,19 +69,16 @@ class _Jax:
         return jax.devices(*args) if trace is None else [*trace.mesh.devices]
 
 
-@replacement
-def _is_on_tpu(original: Callable[[], bool]) -> bool:
+def _is_on(platform: str, original: Callable[[], bool]) -> bool:
     trace = current_trace()
-    return original() if trace is None else trace.mesh.platform == "tpu"
+    return original() if trace is None else trace.mesh.platform == platform
 
 
-@replacement
-def _is_on_gpu(original: Callable[[], bool]) -> bool:
-    trace = current_trace()
-    return original() if trace is None else trace.mesh.platform == "gpu"
-
-
-_PLATFORM_TESTS = {"running_on_tpu": _is_on_tpu, "running_on_gpu": _is_on_gpu}
+_is_on_gpu = replacement(functools.partial(_is_on, "gpu"))
+_PLATFORM_TESTS = {
+    "running_on_tpu": replacement(functools.partial(_is_on, "tpu")),
+    "running_on_gpu": _is_on_gpu,
+}
 """Functions by which layers of keras-hub choose their attention."""
 
 
@@ -146,35 +143,29 @@ def _attend(
     """Computes `jax.nn.dot_product_attention`, by cuDNN's mapped over cores."""
     trace = current_trace()
     is_cudnn = options.get("implementation") == "cudnn"
-    if trace is not None and is_cudnn and mask is not None:
-        mask, options = _simplify_mask(query, key, mask, options)
+    if trace is None or not is_cudnn:
+        return original(query, key, value, bias, mask, **options)
+    if mask is not None and _is_causal(query, key, mask):
+        # cuDNN adds an array to the scores, and skips none of them.
+        mask, options = None, options | {"is_causal": True}
     attend = functools.partial(original, **options)
     is_usual = jnp.ndim(query) == 4 and set(options) <= _OPTIONS
-    if trace is None or not (trace.model or trace.rows):
-        return attend(query, key, value, bias, mask)
-    if not is_cudnn or not is_usual:
-        return attend(query, key, value, bias, mask)
-    return _map_attention(trace, attend, query, key, value, bias, mask)
+    if is_usual and (trace.model or trace.rows):
+        return _map_attention(trace, attend, query, key, value, bias, mask)
+    return attend(query, key, value, bias, mask)
 
 
 _OPTIONS = {"scale", "is_causal", "implementation"}
 
 
-def _simplify_mask(
-    query: Array, key: Array, mask: Array, options: dict[str, Any]
-) -> tuple[Array | None, dict[str, Any]]:
-    """Passes a causal mask to cuDNN by name, instead of as an array of scores.
-
-    cuDNN adds an array to the scores, and skips none of them.
-    """
+def _is_causal(query: Array, key: Array, mask: Array) -> bool:
+    """Returns whether an array is the mask of causal attention."""
     known = recognize_mask(mask, query, key)
     if known is None or query.shape[1] != key.shape[1]:
-        return mask, options
+        return False
     parts, wrong = known
-    is_plain = wrong is None and all(a is None for a in parts.arrays)
-    if is_plain and (parts.left, parts.right) == (None, 0):
-        return None, options | {"is_causal": True}
-    return mask, options
+    is_plain = all(a is None for a in (wrong, *parts.arrays))
+    return is_plain and (parts.left, parts.right) == (None, 0)
 
 
 def _map_attention(
@@ -215,9 +206,8 @@ def _compute_lstm(original: Any, x: Array, *args: Any, **kwargs: Any) -> Any:
         if dtypes != {"float32"} or trace.is_global:
             raise NotImplementedError(
                 "cuDNN's LSTM must be called with float32 arrays of one "
-                f"replica's rows. Received: arrays of {sorted(dtypes)}"
-                f"{' of all rows' if trace.is_global else ''}. Use "
-                "`keras.layers.LSTM`, which computes a loop instead."
+                "replica's rows. Use `keras.layers.LSTM`, which computes a "
+                "loop instead."
             )
     return original(x, *args, **kwargs)
 

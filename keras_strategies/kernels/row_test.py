@@ -43,26 +43,17 @@ def find_difference(
         return None
     numbers = list(map(_draw, values))
     are_rows = [*have_rows, *[True] * len(all_rows.out_avals)]
-    halves = [
-        [
+    calls = [(all_rows, numbers)]
+    for k in range(2):
+        half = [
             np.split(array, 2)[k] if is_rows else array
             for array, is_rows in zip(numbers, are_rows, strict=True)
         ]
-        for k in range(2)
-    ]
-    calls = [
-        (all_rows, numbers),
-        (half_rows, halves[0]),
-        (half_rows, halves[1]),
-    ]
+        calls.append((half_rows, half))
     tolerance = max(map(_find_tolerance, numbers))
     tests = {"the results": _compute, "the derivatives": _differentiate}
     for name, compute in tests.items():
-        computed = [
-            _run(compute, traced, given, platform) for traced, given in calls
-        ]
-        if any(arrays is None for arrays in computed):
-            continue
+        computed = _run_all(compute, calls, platform)
         for whole, *parts in zip(*computed, strict=True):
             has_rows = parts[0].shape != whole.shape
             joined = np.concatenate(parts) if has_rows else sum(parts)
@@ -100,15 +91,15 @@ def _differentiate(traced: ClosedJaxpr, numbers: Arrays) -> Arrays:
     return [gradient for gradient, array in pairs if _is_inexact(array)]
 
 
-def _run(
-    compute: Any, traced: ClosedJaxpr, numbers: Arrays, platform: str
-) -> Any:
-    """Computes a function of arrays; returns None if it cannot run here."""
+def _run_all(
+    compute: Any, calls: Sequence[tuple[ClosedJaxpr, Arrays]], platform: str
+) -> list[Arrays]:
+    """Computes functions of arrays; returns [] if one cannot run here."""
     local = jax.local_devices()
     devices = [device for device in local if device.platform == platform]
     device = (devices or jax.local_devices(backend="cpu"))[0]
 
-    def run() -> Arrays:
+    def run(traced: ClosedJaxpr, numbers: Arrays) -> Arrays:
         program = jax.jit(functools.partial(compute, traced))
         with jax.default_device(device):
             return list(map(np.asarray, program(numbers)))
@@ -118,9 +109,9 @@ def _run(
         # Only the compiler knows for which kernels it has code, and only a
         # callback which numbers it takes.
         try:
-            return thread.submit(run).result()
+            return list(thread.map(run, *zip(*calls, strict=True)))
         except Exception:
-            return None
+            return []
 
 
 def _draw(value: Any) -> Any:

@@ -225,7 +225,7 @@ def test_an_lstm_of_other_dtypes_is_a_loop(dtype):
     x = jax.ShapeDtypeStruct((2, 3, 4), "float32")
     with kernels_for(make_mesh("gpu", "9.0")):
         array = types.SimpleNamespace(dtype=np.dtype(dtype), shape=x.shape)
-        with pytest.raises(NotImplementedError, match=f"Received.*{dtype}"):
+        with pytest.raises(NotImplementedError, match="called with float32"):
             rnn.lstm(array, x, x, x)
 
 
