@@ -93,39 +93,30 @@ def _count_product(equation: Equation) -> float:
 
 def _count_convolution(equation: Equation) -> float:
     numbers, params = equation.params["dimension_numbers"], equation.params
-    lhs, kernel = (invar.aval.shape for invar in equation.invars)
-    out = equation.outvars[0].aval.shape
-    total = 2.0 * kernel[numbers.rhs_spec[1]]
-    total *= out[numbers.out_spec[0]] * out[numbers.out_spec[1]]
-    dims = zip(*(spec[2:] for spec in numbers), strict=True)
-    for k, (lhs_dim, rhs_dim, out_dim) in enumerate(dims):
-        total *= count_positions(
-            lhs[lhs_dim],
-            kernel[rhs_dim],
-            out[out_dim],
-            stride=params["window_strides"][k],
-            before=params["padding"][k][0],
-            spread=params["lhs_dilation"][k],
-            holes=params["rhs_dilation"][k],
-        )
+    arrays = (*equation.invars, *equation.outvars)
+    shapes = [
+        [array.aval.shape[dim] for dim in spec]
+        for array, spec in zip(arrays, numbers, strict=True)
+    ]
+    _, (_, features, *_), (rows, filters, *_) = shapes
+    total = 2.0 * features * rows * filters
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
+    for sizes, stride, (before, _), spread, holes in zip(
+        zip(*(shape[2:] for shape in shapes), strict=True),
+        *map(params.__getitem__, names),
+        strict=True,
+    ):
+        total *= count_positions(sizes, stride, before, spread, holes)
     return total
 
 
 def count_positions(
-    size: int,
-    kernel: int,
-    out: int,
-    stride: int,
-    before: int,
-    spread: int,
-    holes: int,
+    sizes: tuple[int, ...], stride: int, before: int, spread: int, holes: int
 ) -> int:
     """Counts the input's entries that a convolution reads in a dimension.
 
     Args:
-      size: The input's size.
-      kernel: The kernel's size.
-      out: The output's size.
+      sizes: The sizes of the input, the kernel and the output.
       stride: The distance of the windows of two neighboring outputs.
       before: The padding before the input.
       spread: The dilation of the input.
@@ -134,6 +125,7 @@ def count_positions(
     Returns:
       The number of entries, in total for all outputs, without padding.
     """
+    size, kernel, out = sizes
     # `places` contains the positions in the dilated input that each output
     # reads. Positions outside of the input, and positions between its entries,
     # are padding.

@@ -40,7 +40,6 @@ _ARRAY = re.compile(
     r"\b([a-z]+)(\d*)(?:[a-z]\w*)?\[([\d,]*)\](?:\{([\d,]*)(?::([^{}]*))?\})?"
 )
 _TILE = re.compile(r"T\(([\d,]+)\)")
-_ON_CHIP = re.compile(r"S\(1\)")
 
 CHAIN = re.compile(r'chain_id="?(\d+)')
 # A call runs beside other instructions in the sparse cores of a TPU v7.
@@ -82,20 +81,17 @@ class Array:
 
 @functools.lru_cache(maxsize=4096)
 def _parse_arrays(text: str) -> tuple[Array, ...]:
-    return tuple(
-        _make_array(*match.groups()) for match in _ARRAY.finditer(text)
-    )
+    return tuple(map(_make_array, _ARRAY.finditer(text)))
 
 
-def _make_array(
-    kind: str, bits: str, sizes: str, order: str | None, layout: str | None
-) -> Array:
+def _make_array(match: re.Match[str]) -> Array:
+    kind, bits, sizes, order, layout = match.groups("")
     # A boolean (`pred`) takes a byte.
     width = 8 if kind == "pred" else int(bits or 0)
     dims = _parse_numbers(sizes)
-    tile = _TILE.search(layout or "")
+    tile = _TILE.search(layout)
     tiled = _parse_numbers(tile[1])[::-1] if tile is not None and dims else ()
-    minor = _parse_numbers(order or "") or range(len(dims))
+    minor = _parse_numbers(order) or range(len(dims))
     # If there are more tiled dimensions than dimensions, these have size 1.
     columns = itertools.zip_longest(
         [dims[dim] for dim in minor], tiled, fillvalue=1
@@ -105,7 +101,7 @@ def _make_array(
         dims=dims,
         size=math.prod(dims) * width // 8,
         padded=padded * width // 8,
-        is_on_chip=_ON_CHIP.search(layout or "") is not None,
+        is_on_chip="S(1)" in layout,
     )
 
 
@@ -288,18 +284,14 @@ def parse_groups(attributes: str) -> Groups:
     Returns:
       The groups, or () if the text contains none.
     """
-    tiled = _TILED.search(attributes)
-    if tiled is not None:
+    if (tiled := _TILED.search(attributes)) is not None:
         count, members, dims, order = tiled.groups()
         numbers = _make_numbers(dims, order).reshape(int(count), int(members))
         return _list_rows(numbers)
-    mesh_match = _OF_MESH.search(attributes)
-    if mesh_match is not None:
-        return _parse_mesh(*mesh_match.groups())
+    if (of_mesh := _OF_MESH.search(attributes)) is not None:
+        return _parse_mesh(*of_mesh.groups())
     listed = _LISTED.search(attributes)
-    if listed is None:
-        return ()
-    texts = re.findall(r"\{([\d,]+)\}", listed[1])
+    texts = re.findall(r"\{([\d,]+)\}", listed[1]) if listed else ()
     return tuple(map(_parse_numbers, texts))
 
 

@@ -90,12 +90,6 @@ replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%sum
   %pred = pred[7]{0} all-reduce(%e), replica_groups={{0,1}}, to_apply=%or
   %fusion = f32[3] fusion(%all-gather.2), calls=%all-reduce.fusion
 """
-STARTED = """
-  %a = f32[4]{0} parameter(0)
-  %start = (f32[4]{0}, f32[16]{0}) all-gather-start(%a), \
-replica_groups={{0,1,2,3}}, dimensions={0}
-  %done = f32[16]{0} all-gather-done(%start)
-"""
 # As the TPU compiler writes one that matrix products run beside.
 FUSED = """
   %p = bf16[32]{0} parameter(0)
@@ -150,7 +144,6 @@ replica_groups={{0,1,2,3}}, dimensions={0}
                 "reduce-scatter": 4 * 16 * 4,
             },
         ),
-        (STARTED, {"all-gather": 1}, {"all-gather": 64}),
         (FUSED, {"all-gather": 1}, {"all-gather": 128}),
         (
             COMBINED,

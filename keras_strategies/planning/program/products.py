@@ -168,10 +168,8 @@ def _count_window(
             for name in ("stride", "lhs_dilate", "rhs_dilate")
         )
         before = window.get("pad", {}).get(place, 0)
-        total *= _count_positions(
-            *(given[dim], kernel[dim], out[dim]),
-            *(stride, before, spread, holes),
-        )
+        sizes = given[dim], kernel[dim], out[dim]
+        total *= _count_positions(sizes, stride, before, spread, holes)
     return total
 
 
