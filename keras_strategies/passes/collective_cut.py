@@ -7,8 +7,9 @@ inputs. The caller computes the collectives outside of the branches.
 """
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -70,26 +71,22 @@ def cut_at_collectives(traced: ClosedJaxpr) -> Cut:
     Raises:
       RuntimeError: if a loop or a branch contains a collective.
     """
-    collectives = list(_collectives_in(traced.jaxpr))
-
-    def program(
-        inputs: list[Any], known: list[Any]
-    ) -> tuple[list[list[Any]], list[Any]]:
-        operands: list[list[Any]] = []
-        results = iter(known)
-
-        def meet(arrays: list[Any]) -> list[Any]:
-            operands.append(arrays)
-            return next(results)
-
-        outputs = _evaluate(traced.jaxpr, traced.consts, inputs, meet)
-        return operands, outputs
-
-    inputs = _shapes(traced.jaxpr.invars)
-    known = [_shapes(e.outvars) for e in collectives]
-    return Cut(
-        jaxpr=jax.make_jaxpr(program)(inputs, known), collectives=collectives
+    inline = functools.partial(_inline, traced.jaxpr, traced.consts)
+    inlined = jax.make_jaxpr(inline)(*_shapes(traced.jaxpr.invars))
+    jaxpr = inlined.jaxpr
+    collectives = list(filter(is_collective, jaxpr.eqns))
+    operands = [v for e in collectives for v in e.invars]
+    results = [
+        Var(v.aval) if isinstance(v, DropVar) else v
+        for e in collectives
+        for v in e.outvars
+    ]
+    program = jaxpr.replace(
+        invars=[*jaxpr.invars, *results],
+        outvars=[*operands, *jaxpr.outvars],
+        eqns=[e for e in jaxpr.eqns if not is_collective(e)],
     )
+    return Cut(jaxpr=inlined.replace(jaxpr=program), collectives=collectives)
 
 
 def add_collectives(cut: Cut, other: Cut) -> Cut | None:
@@ -153,13 +150,12 @@ def _collective_keys(collectives: Sequence[Any]) -> list[Any]:
 
 def _places(keys: Sequence[Any], all_keys: Sequence[Any]) -> list[int] | None:
     """Returns the positions of keys in a longer list, None if one is absent."""
-    places, start = [], 0
+    places: list[int] = []
     for key in keys:
-        rest = [k for k in range(start, len(all_keys)) if all_keys[k] == key]
-        if not rest:
+        start = places[-1] + 1 if places else 0
+        if key not in all_keys[start:]:
             return None
-        places.append(rest[0])
-        start = rest[0] + 1
+        places.append(all_keys.index(key, start))
     return places
 
 
@@ -229,11 +225,20 @@ def _trace_expanded(equation: JaxprEqn) -> tuple[Any, list[Any]]:
     return traced.jaxpr, list(traced.consts)
 
 
-def _collectives_in(jaxpr: Jaxpr) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        if is_collective(equation):
-            yield equation
-        elif _has_collectives(equation):
+def _inline(jaxpr: Jaxpr, consts: Sequence[Any], *inputs: Array) -> list[Array]:
+    """Computes a program without calls of functions that communicate."""
+    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(operands: Sequence[Any]) -> list[Any]:
+        return [stages.read_value(v, values) for v in operands]
+
+    for calls, group in itertools.groupby(jaxpr.eqns, _has_inner_collectives):
+        equations = list(group)
+        if not calls:
+            stages.update_values(jaxpr, equations, values)
+            continue
+        for equation in equations:
             called = find_called_jaxpr(equation)
             if called is None:
                 raise RuntimeError(
@@ -245,42 +250,14 @@ def _collectives_in(jaxpr: Jaxpr) -> Iterator[Any]:
                     "branch, or use only batches that can be divided equally "
                     "(`drop_remainder=True`)."
                 )
-            yield from _collectives_in(called[0])
-
-
-def _has_collectives(equation: JaxprEqn) -> bool:
-    """Returns whether an equation is a collective, or contains one."""
-    inner = stages.equations_in(equation)
-    return is_collective(equation) or any(map(is_collective, inner))
-
-
-def _evaluate(
-    jaxpr: Jaxpr,
-    consts: Sequence[Any],
-    inputs: Sequence[Any],
-    meet: Callable[[list[Any]], list[Any]],
-) -> list[Any]:
-    """Evaluates a program, but calls `meet` in place of each collective."""
-    values = dict(zip(jaxpr.constvars, consts, strict=True))
-    values |= dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(operands: Sequence[Any]) -> list[Any]:
-        return [stages.read_value(v, values) for v in operands]
-
-    for meets, group in itertools.groupby(jaxpr.eqns, _has_collectives):
-        equations = list(group)
-        if not meets:
-            stages.update_values(jaxpr, equations, values)
-            continue
-        for equation in equations:
-            operands, is_cut = read(equation.invars), is_collective(equation)
-            called = None if is_cut else find_called_jaxpr(equation)
-            if called is None:
-                results = meet(operands)
-            else:
-                results = _evaluate(*called, operands, meet)
+            results = _inline(*called, *read(equation.invars))
             values.update(zip(equation.outvars, results, strict=True))
     return read(jaxpr.outvars)
+
+
+def _has_inner_collectives(equation: JaxprEqn) -> bool:
+    """Returns whether an equation calls a function with collectives."""
+    return any(map(is_collective, stages.equations_in(equation)))
 
 
 def _shapes(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
