@@ -9,8 +9,8 @@ collective.
 
 import functools
 import queue
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -76,21 +76,16 @@ class Lockstep:
             except BaseException as error:
                 self.reached.put(error)
 
-        threads = [
-            threading.Thread(target=call, args=(i,), name=f"replica_{i}")
-            for i in range(len(self._answers))
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            reached = self._run_all(None)
-            while {kind for kind, _ in reached} != {_DONE}:
-                reached = self._run_all(reached)
-        finally:
-            for answers in self._answers:
-                answers.put(_STOP)
-            for thread in threads:
-                thread.join()
+        count = len(self._answers)
+        with ThreadPoolExecutor(count, thread_name_prefix="replica") as pool:
+            pool.map(call, range(count))
+            try:
+                reached = self._run_all(None)
+                while {kind for kind, _ in reached} != {_DONE}:
+                    reached = self._run_all(reached)
+            finally:
+                for answers in self._answers:
+                    answers.put(_STOP)
         return [value for _, value in reached]
 
     def _run_all(self, answer: object) -> list[Any]:
