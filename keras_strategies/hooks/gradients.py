@@ -128,20 +128,30 @@ def _check_result(result: Tree, has_aux: bool) -> tuple[Array, Any]:
     Raises:
       TypeError: if the function did not return them.
     """
-    is_pair = isinstance(result, list | tuple) and len(result) == 2
-    value, aux = result if has_aux and is_pair else (result, None)
+    if has_aux and not (isinstance(result, list | tuple) and len(result) == 2):
+        raise TypeError(
+            "With `has_aux=True`, a function to be differentiated must return "
+            f"a pair of a scalar and anything else. Received: {_show(result)}. "
+            "Return `(loss, aux)`, or omit `has_aux`."
+        )
+    value, aux = result if has_aux else (result, None)
     is_number = isinstance(value, float | np.ndarray | np.generic | jax.Array)
     is_scalar = is_number and not np.shape(value)
-    is_loss = is_scalar and jnp.issubdtype(jnp.result_type(value), jnp.floating)
-    if is_loss and (is_pair or not has_aux):
+    if is_scalar and jnp.issubdtype(jnp.result_type(value), jnp.floating):
         return value, aux
+    fix = "Return a scalar array of a floating dtype."
+    if value is None:
+        fix = "Add `return loss` to the function."
+    elif isinstance(value, list | tuple):
+        fix = "Pass `has_aux=True` to return `(loss, aux)`."
+    elif is_number and np.shape(value):
+        fix = (
+            "Reduce it with `keras.ops.mean`, or with "
+            "`ks.compute_average_loss` in a function given to `run`."
+        )
     raise TypeError(
-        "A function to be differentiated must return a scalar, the loss, of a "
-        "floating dtype; with `has_aux=True`, a pair of it and anything else. "
-        f"Received: {_show(value)}, with has_aux={has_aux}. End the function "
-        "with `return loss` or `return loss, aux`, and reduce a loss for each "
-        "row with `keras.ops.mean` (in a function given to `run`, with "
-        "`ks.compute_average_loss`)."
+        "A function to be differentiated must return a scalar, the loss. "
+        f"Received: {_show(value)}. {fix}"
     )
 
 

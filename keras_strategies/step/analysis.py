@@ -8,12 +8,18 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from keras_strategies.passes import traces
 from keras_strategies.passes.row_kinds import losses, marks
 from keras_strategies.passes.row_kinds.losses import Finding, Verdict
+from keras_strategies.passes.stages import (
+    all_equations,
+    needed_equations,
+    variables,
+)
 from keras_strategies.step.record import Record
+from keras_strategies.tpu.chips import find_chip
 
 Retrace = Callable[..., Record]
 """A function that traces the step again, with the number of rows of the global
@@ -144,14 +150,12 @@ def _describe_finding(finding: Finding) -> str | None:
     if not finding.unshown:
         return None
     mark, equation, _ = finding.unshown[0]
+    value, fix = _UNSHOWN[mark]
     rule, merged = _SUM if mark in (marks.COUNT, marks.SHARE) else _MEAN
     return (
-        f"{_UNSHOWN[mark]} is not shown to be {rule}"
-        f"{_describe_place(equation)}, so {merged} of the replicas' values may "
-        "be another number. To run the step replica by replica, use means over "
-        "the rows (`ops.mean`, not a sum that is divided by a constant; for "
-        "integers in the logs, sums), let the optimizer change gradients, and "
-        "choose how other variables are merged (`ks.merge`)"
+        f"{value} is not shown to be {rule}{_describe_place(equation)}, so "
+        f"{merged} of the replicas' values may be another number. To run the "
+        f"step replica by replica, {fix}"
     )
 
 
@@ -218,11 +222,29 @@ _BRANCH_REASON = (
 )
 
 _UNSHOWN = {
-    marks.GRADIENT: "a gradient that an optimizer receives",
-    marks.SHARE: "a gradient of a scaled loss",
-    marks.WEIGHT: "a new value of a weight",
-    marks.STATE: "a new value of a variable",
-    marks.COUNT: "an integer in the logs",
+    marks.GRADIENT: (
+        "a gradient that an optimizer receives",
+        "differentiate means over the rows (`ops.mean`, not a sum that is "
+        "divided by a constant), and let the optimizer change gradients",
+    ),
+    marks.SHARE: (
+        "a gradient of a scaled loss",
+        "scale a mean over the rows (`ops.mean`), and let the optimizer change "
+        "gradients",
+    ),
+    marks.WEIGHT: (
+        "a new value of a weight",
+        "assign means over the rows (`ops.mean`)",
+    ),
+    marks.STATE: (
+        "a new value of a variable",
+        "assign means over the rows (`ops.mean`), or choose how the replicas' "
+        "values are merged (`ks.merge`)",
+    ),
+    marks.COUNT: (
+        "an integer in the logs",
+        "return sums of integers over the rows, or other numbers as floats",
+    ),
 }
 _MEAN = "a mean over the batch's rows, or independent of them", "the mean"
 _SUM = "the replica's share of a sum over the batch's rows", "the sum"
@@ -233,6 +255,48 @@ class LogWarning(UserWarning):
 
     If a filter of warnings turns it into an error, the step does not run.
     """
+
+
+def warn_of_products(
+    jaxpr: ClosedJaxpr, device: jax.Device, parts: int
+) -> None:
+    """Warns of a matrix product that is too large, before it is compiled.
+
+    For example, these are scores of attention that a layer computes by itself.
+
+    Args:
+      jaxpr: The trace of a step.
+      device: One of its devices.
+      parts: The largest number of devices that may share the product.
+    """
+    chip = find_chip(device)
+    if chip is None:
+        return
+
+    def count_bytes(equation: JaxprEqn) -> float:
+        result: Any = equation.outvars[0].aval
+        return result.size * result.dtype.itemsize / parts
+
+    # Of `blocked_head`, the compiler removes the logits.
+    live = needed_equations(jaxpr.jaxpr.eqns, variables(jaxpr.jaxpr.outvars))
+    products = [
+        e
+        for e in all_equations(jaxpr.jaxpr.replace(eqns=live))
+        if e.primitive.name == "dot_general"
+    ]
+    largest = max(products, key=count_bytes, default=None)
+    if largest is None or count_bytes(largest) <= chip.memory_bytes:
+        return
+    warnings.warn(
+        "A step stores a matrix product of shape "
+        f"{largest.outvars[0].aval.shape}, {count_bytes(largest) / 1e9:.0f} GB "
+        f"on each device ({chip.memory_bytes / 1e9:.0f} GB of memory): "
+        f"{traces.find_place(largest) or 'unknown place'}. Use fewer rows or "
+        "shorter sequences. If these are scores of attention, a kernel that "
+        "stores none computes `keras.ops.dot_product_attention` (docs/tpu.md).",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def warn_of_log(equation: JaxprEqn) -> None:

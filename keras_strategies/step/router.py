@@ -82,22 +82,30 @@ class Router:
         is_shared = self._returns_rows or not segment.is_padded
         rows = None if is_shared else segment.rows
         record = self._tracer.trace(self.kind, batch, rows)
-        # Each replica's own accumulators must not be used as sums.
-        if (
-            is_shared
-            and self.kind.sums_later
-            and record.error is None
-            and are_used_as_sums(record.jaxpr, *self.summands)
-        ):
+        if is_shared and self._uses_sums(record):
             self.kind = TraceKind()
             record = self._tracer.trace(self.kind, batch)
         found = self._analyze(record, batch) if is_shared else Analysis()
         route = decide(record, found, circumstances)
         if route.error is not None:
             raise route.error
+        if record.traced is not None:
+            parts = self._mesh.cores_per_replica
+            parts *= 1 if is_shared else self._mesh.num_replicas
+            analysis.warn_of_products(
+                record.jaxpr, self._mesh.devices[0], parts
+            )
         for equation in route.logs:
             analysis.warn_of_log(equation)
         return route
+
+    def _uses_sums(self, record: Record) -> bool:
+        """Returns whether each replica's own accumulators are used as sums."""
+        return (
+            record.error is None
+            and record.kind.sums_later
+            and are_used_as_sums(record.jaxpr, *self.summands)
+        )
 
     def _analyze(self, record: Record, batch: Batch) -> Analysis:
         """Returns what the traces of the step show about its rows."""

@@ -66,7 +66,7 @@ RESULTS = {
     "none": (lambda a: None, False, "`return loss`"),
     "rows": (lambda a: a * np.ones((4, 1), "float32"), False, "(4, 1)"),
     "a pair": (lambda a: (a * a, a), False, "`has_aux=True`"),
-    "no pair": (lambda a: a * a, True, "with has_aux=True"),
+    "no pair": (lambda a: a * a, True, "omit `has_aux`"),
     "three": (lambda a: (a * a, a, a), True, "3 entries"),
     "rows in a pair": (lambda a: (ops.ones((2,)), a), True, "keras.ops.mean"),
     "an integer": (lambda a: ops.cast(a, "int32"), False, "floating dtype"),

@@ -1,10 +1,13 @@
 """Attention in steps for TPUs, by the formula in NumPy."""
 
 import contextlib
+import re
 import threading
 import types
+import warnings
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from keras_strategies.passes.row_kinds import losses, marks
 from keras_strategies.passes.row_kinds.losses import Verdict
 from keras_strategies.run import replica_trace
 from keras_strategies.step import model_call, model_program
+from keras_strategies.step.analysis import warn_of_products
 from tests.contract.test_jax_kernels import verdict
 from tests.support.combinations import combine, few
 from tests.support.splash import interpreted  # noqa: F401
@@ -690,3 +694,51 @@ def test_steps_of_strategies(
     assert not reasons
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+LONG = jax.ShapeDtypeStruct((1, 2**16, 1, DEPTH), "float32")
+
+
+def attend_by_einsum(query):
+    scores = jnp.einsum("bthd,bshd->bhts", query, query)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), query)
+
+
+def compute_unused_scores(query):
+    attend_by_einsum(query)
+    return query
+
+
+def attend_in_blocks(query):
+    return jax.checkpoint(jax.jit(attend_by_einsum))(query).sum()
+
+
+def attend_with_bias(query):
+    bias = jnp.ones(query.shape[1])
+    return keras.ops.dot_product_attention(query, query, query, bias=bias)
+
+
+@pytest.mark.parametrize(
+    ("attend", "text"),
+    [
+        (
+            attend_by_einsum,
+            r"shape \(1, 1, 65536, 65536\), 17 GB",
+        ),
+        (jax.grad(attend_in_blocks), "test_attention.py:[0-9]"),
+        (attend_with_bias, r"shape \(1, 1, 65536, 1, 65536\), 17 GB"),
+        (attention, None),
+        (compute_unused_scores, None),
+    ],
+)
+def test_scores_that_do_not_fit_are_told_before_compiling(attend, text):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with kernels_for(TPUS):
+            jaxpr = jax.make_jaxpr(lambda q: attend(q))(LONG)
+        warn_of_products(jaxpr, CHIP, 1)
+        warn_of_products(jaxpr, jax.devices()[0], 1)
+        warn_of_products(jaxpr, CHIP, 2)
+    texts = [str(w.message) for w in seen]
+    assert len(texts) == (text is not None)
+    assert all(re.search(text, each) for each in texts)

@@ -1,5 +1,7 @@
 """Attention in steps that are compiled for TPUs: `./run test -m tpu`."""
 
+import warnings
+
 import jax
 import keras
 import pytest
@@ -221,6 +223,37 @@ def test_steps_with_mask_arrays_are_mapped(
 def test_products_of_other_precisions_are_those_of_xla(dtype, precision):
     with jax.default_matmul_precision(precision):
         assert compile_program(dtype=dtype).as_text().count(KERNEL) == 0
+
+
+class AttentionByEinsum(keras.layers.Layer):
+    def call(self, x):
+        scores = ops.softmax(ops.einsum("btd,bsd->bts", x, x))
+        return ops.einsum("bts,bsd->btd", scores, x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "text"),
+    [
+        (AttentionByEinsum, r"shape \(1, 65536, 65536\).*test_attention.py"),
+        (Block, "stores a matrix product of shape"),
+    ],
+    ids=["einsum", "Keras"],
+)
+def test_scores_that_do_not_fit_are_told_before_compiling(layer, text):
+    strategy = ks.TPUStrategy.for_topology("v5e:2x2")
+    length = 2**16
+    with strategy.scope(), ks.abstract():
+        x = keras.Input((length, WIDTH))
+        model = keras.Model(x, layer()(x))
+        model.compile("sgd", "mse")
+    x = jax.ShapeDtypeStruct((4, length, WIDTH), "float32")
+    # Otherwise the compiler's error comes: there is too little memory.
+    with (
+        jax.default_matmul_precision("highest"),
+        warnings.catch_warnings(action="error", category=UserWarning),
+        pytest.raises(UserWarning, match=text),
+    ):
+        strategy.compile_step(model, (x, x))
 
 
 def list_costs(program):
