@@ -19,7 +19,7 @@ from keras_strategies._types import Batch
 from keras_strategies.fit import generating, scope_hooks
 from keras_strategies.fit.callbacks.callback_list import (
     close_reports,
-    make_quiet_list,
+    set_quiet_list,
 )
 from keras_strategies.fit.callbacks.chief_callbacks import (
     SAVERS,
@@ -46,7 +46,7 @@ from keras_strategies.keras_bridge.step_context import ReplicaScope, building
 from keras_strategies.names import dry_run
 from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
-from keras_strategies.step.in_place_step import build_model
+from keras_strategies.step.in_place_step import build_model, read_first_batch
 from keras_strategies.step.step_functions import StepFunctionCache
 from keras_strategies.variables import variable_creator
 from keras_strategies.variables.abstract_models import creating_like
@@ -109,15 +109,10 @@ class Binding:
         """
         self._adopt()
         attributes = self._make_step_attributes() if self._calls is self else {}
-        for name in LOOPS:
-            method = getattr(type(self.model), name)
-            # A subclass may use the name for something that is not a method.
-            if callable(method):
-                loop = functools.partial(self._loop, name)
-                attributes[name] = functools.update_wrapper(loop, method)
         attributes |= {BINDING: self, STRATEGY: self.owner}
         for name, value in attributes.items():
             object.__setattr__(self.model, name, value)
+        scope_hooks.replace_methods(self.model, LOOPS, self._loop)
         make_saves_safe(self.model, self._mesh, self._adopt)
         self._functions.reset()
 
@@ -183,11 +178,10 @@ class Binding:
             )
             checkpointer = find_checkpointer(call["callbacks"])
             if checkpointer is not None:
-                variables = all_variables(self.model)
                 return run_resumable_fit(
-                    checkpointer, call, feed, variables, self._functions
+                    checkpointer, call, feed, self._functions
                 )
-            self._use_quiet_list(call, feed)
+            set_quiet_list(call, self.model, feed)
             return call.run()
 
     def _make_validation_feed(
@@ -216,15 +210,11 @@ class Binding:
                     self._build_for_call(EpochIterator(feed))
                 else:
                     self._build_on_feed(kind, feed)
-                self._use_quiet_list(call, feed)
-            return self._run_call(call)
+                set_quiet_list(call, self.model, feed)
+            return call.run()
 
     _evaluate = functools.partialmethod(_pass, "evaluate", "test")
     _predict = functools.partialmethod(_pass, "predict", "predict")
-
-    def _use_quiet_list(self, call: Call, feed: "DataAdapter") -> None:
-        callbacks = make_quiet_list(call.name, call.keywords, self.model, feed)
-        call.set(callbacks=callbacks)
 
     def _on_batch(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         call = Call(self.model, f"{kind}_on_batch", args, kwargs)
@@ -241,18 +231,11 @@ class Binding:
                 self.model._assert_compile_called(call.name)
                 self._build(kind, data_batch=batch)
             call.set_feed(execution)
-            return self._run_call(call)
+            return call.run()
 
     _train_on_batch = functools.partialmethod(_on_batch, "train")
     _test_on_batch = functools.partialmethod(_on_batch, "test")
     _predict_on_batch = functools.partialmethod(_on_batch, "predict")
-
-    def _run_call(self, call: Call) -> Any:
-        try:
-            return call.run()
-        except BaseException:
-            self.model.jax_state_sync()
-            raise
 
     def _make_call(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -324,12 +307,7 @@ class Binding:
         def first() -> Iterator[Any]:
             # If a distribution were set, Keras would place the batch.
             with variable_creator.distribution_scope(None):
-                for _, _, batches in iterator:
-                    is_list = isinstance(batches, list | tuple)
-                    batch = batches[0] if is_list else next(batches)
-                    break
-                else:
-                    return
+                batch = read_first_batch(iterator)
             yield 0, 0, [batch]
 
         data = None if iterator is None else first()
@@ -360,13 +338,12 @@ class Binding:
     def _build_for_call(self, iterator: Iterable[Any]) -> None:
         """Builds a model that was never called, from the first batch."""
         if not scope_hooks.is_built(self.model):
-            for _, _, batches in iterator:
-                x = keras.utils.unpack_x_y_sample_weight(batches[0])[0]
-                with self._building(), keras.StatelessScope():
-                    self.model(x)
-                break
+            batch = read_first_batch(iterator)
+            x = keras.utils.unpack_x_y_sample_weight(batch)[0]
+            with self._building(), keras.StatelessScope():
+                self.model(x)
             if isinstance(iterator, EpochIterator):
-                # The `for` loop above began an epoch of the data: end it.
+                # Reading the batch began an epoch of the data: end it.
                 iterator.reset()
         self._adopt_built()
 

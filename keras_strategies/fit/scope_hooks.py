@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,10 +19,11 @@ import keras
 from keras_strategies.fit.callbacks.chief_callbacks import CONTROLLERS
 from keras_strategies.hooks import batch_norm
 from keras_strategies.keras_bridge.keras_names import TRAINER
-from keras_strategies.keras_bridge.patches import Patch, Patches
+from keras_strategies.keras_bridge.patches import Patch, Patches, replacement
 from keras_strategies.keras_bridge.ported_code import warn_of_tensorflow_scope
 from keras_strategies.names.phases import EVALUATE, Phase
 from keras_strategies.passes.traces import check_untransformed
+from keras_strategies.spmd.identity import temporary_attribute
 
 LOOPS = (
     "fit",
@@ -47,6 +48,7 @@ Route = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 """A function that runs one of `LOOPS` in place of Keras's method. Its arguments
 are the method's name, positional arguments and keyword arguments."""
 
+_Method = Callable[..., Any]
 _InLoop = Callable[[keras.Model, str], contextlib.AbstractContextManager[None]]
 
 
@@ -55,21 +57,32 @@ def _find_scope_patches(
 ) -> Iterator[Patch]:
     norm = keras.layers.BatchNormalization
 
-    def attach(model: keras.Model, strategy: Any) -> None:
-        strategy.attach(model)
+    @replacement
+    def create(
+        init: _Method, model: keras.Model, /, *args: Any, **kwargs: Any
+    ) -> None:
+        init(model, *args, **kwargs)
+        if (strategy := entered()) is not None:
+            bind_on_use(model, strategy)
 
-    yield TRAINER, "__init__", lambda f: _wrap_to_bind(f, entered, bind_on_use)
-    yield (
-        TRAINER,
-        "compile",
-        lambda f: _wrap_to_bind(f, entered, attach, before_compile),
-    )
+    @replacement
+    def compile_model(
+        method: _Method, model: keras.Model, /, *args: Any, **kwargs: Any
+    ) -> None:
+        before_compile(model)
+        method(model, *args, **kwargs)
+        if (strategy := entered()) is not None:
+            strategy.attach(model)
+
+    yield TRAINER, "__init__", create
+    yield TRAINER, "compile", compile_model
     yield norm, "__init__", lambda f: batch_norm.accept_synchronized(f, entered)
 
 
 def _find_loop_patches() -> Iterator[Patch]:
     for name in LOOPS:
-        yield find_loop_owner(name), name, functools.partial(_wrap_loop, name)
+        call = replacement(functools.partial(_call_loop, name))
+        yield find_loop_owner(name), name, call
 
 
 _scope_patches = Patches(_find_scope_patches)
@@ -82,8 +95,7 @@ _in_loop: list[_InLoop] = [lambda model, name: contextlib.nullcontext()]
 class _Routes(threading.local):
     """This thread's replacements for `fit`, `evaluate` etc., by model id."""
 
-    def __init__(self) -> None:
-        self.model_routes: dict[int, Route | None] = {}
+    models: Mapping[int, Route | None] = {}
 
 
 _routes = _Routes()
@@ -127,17 +139,12 @@ def route_loops(model: keras.Model, route: Route | None) -> Iterator[None]:
       route: Called in place of each of Keras's methods in `LOOPS`. If None,
         Keras's methods run.
     """
-    routes, key = _routes.model_routes, id(model)
-    outer = routes.get(key)
-    with _loop_patches.hold() if route else contextlib.nullcontext():
-        routes[key] = route
-        try:
-            yield
-        finally:
-            if outer is None:
-                routes.pop(key, None)
-            else:
-                routes[key] = outer
+    models = {**_routes.models, id(model): route}
+    with (
+        _loop_patches.hold() if route else contextlib.nullcontext(),
+        temporary_attribute(_routes, "models", models),
+    ):
+        yield
 
 
 def find_loop_owner(name: str) -> type:
@@ -198,13 +205,27 @@ def bind_on_use(model: keras.Model, strategy: Any) -> None:
         # The binding has replaced the attribute by now.
         return getattr(model, name)(*args, **kwargs)
 
-    for name in ON_USE:
-        method = getattr(type(model), name)
-        if callable(method):
-            used = functools.partial(attach_and_call, name)
-            functools.update_wrapper(used, method)
-            object.__setattr__(model, name, used)
+    replace_methods(model, ON_USE, attach_and_call)
     object.__setattr__(model, STRATEGY, strategy)
+
+
+def replace_methods(
+    model: keras.Model, names: Iterable[str], call: Callable[..., Any]
+) -> None:
+    """Sets attributes of a model that replace methods of its class.
+
+    Args:
+      model: The model.
+      names: The names of the methods.
+      call: A function of a method's name and of the arguments of its calls.
+    """
+    for name in names:
+        method = getattr(type(model), name)
+        # A subclass may use the name for something that is not a method.
+        if callable(method):
+            replaced = functools.partial(call, name)
+            functools.update_wrapper(replaced, method)
+            object.__setattr__(model, name, replaced)
 
 
 def is_bound_on_use(model: keras.Model) -> bool:
@@ -212,35 +233,15 @@ def is_bound_on_use(model: keras.Model) -> bool:
     return "compile" in vars(model)
 
 
-def _wrap_loop(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        route = _routes.model_routes.get(id(model))
-        if route is not None:
-            return route(name, args, kwargs)
-        with _in_loop[-1](model, name):
-            return method(model, *args, **kwargs)
-
-    return call
-
-
-def _wrap_to_bind(
-    method: Callable[..., Any],
-    entered: Callable[[], Any],
-    bind: Callable[[keras.Model, Any], None],
-    before: Callable[[keras.Model], None] = lambda model: None,
-) -> Callable[..., Any]:
-    """Wraps a method so that it binds its model to the scope's strategy."""
-
-    @functools.wraps(method)
-    def call_and_bind(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        before(model)
-        result = method(model, *args, **kwargs)
-        if (strategy := entered()) is not None:
-            bind(model, strategy)
-        return result
-
-    return call_and_bind
+def _call_loop(
+    name: str, method: _Method, model: keras.Model, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a method of `LOOPS`, or its replacement in this thread."""
+    route = _routes.models.get(id(model))
+    if route is not None:
+        return route(name, args, kwargs)
+    with _in_loop[-1](model, name):
+        return method(model, *args, **kwargs)
 
 
 def is_built(model: keras.Model) -> bool:
@@ -269,16 +270,12 @@ class Call:
         warn_of_tensorflow_scope()
         self.name = name
         self._model = model
-        self._loop = get_keras_loop(name)
-        signature = inspect.signature(self._loop)
-        bound = signature.bind(model, *args, **kwargs)
+        self._loop = functools.partial(get_keras_loop(name), model)
+        bound = inspect.signature(self._loop).bind(*args, **kwargs)
         bound.apply_defaults()
         self.keywords: dict[str, Any] = dict(bound.arguments)
-        self.keywords.pop(next(iter(signature.parameters)))
         # `evaluate` has **kwargs, for arguments that Keras uses internally.
-        for key, parameter in signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                self.keywords |= self.keywords.pop(key, {})
+        self.keywords |= self.keywords.pop("kwargs", {})
 
     def __getitem__(self, name: str) -> Any:
         return self.keywords.get(name)
@@ -318,18 +315,18 @@ class Call:
             route_loops(self._model, None),
         ):
             try:
-                return self._loop(self._model, **self.keywords)
-            except jax.errors.JaxRuntimeError as error:
+                return self._loop(**self.keywords)
+            except BaseException as error:
                 add_memory_note(error)
+                # Keras's `fit` does so, but its other methods do not.
+                self._model.jax_state_sync()
                 raise
 
 
-_EXHAUSTED = "RESOURCE_EXHAUSTED"
-
-
-def add_memory_note(error: jax.errors.JaxRuntimeError) -> None:
+def add_memory_note(error: BaseException) -> None:
     """Adds a note to an error, if it says that a GPU's memory is exhausted."""
-    if _EXHAUSTED in str(error) and jax.default_backend() == "gpu":
+    text = str(error) if isinstance(error, jax.errors.JaxRuntimeError) else ""
+    if "RESOURCE_EXHAUSTED" in text and jax.default_backend() == "gpu":
         error.add_note(
             "If another process uses this GPU, it may hold most of its memory: "
             "JAX takes 75 percent when it starts. `nvidia-smi` lists the "

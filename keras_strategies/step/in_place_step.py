@@ -6,9 +6,9 @@ may use optimizers that are attributes of the model. Their variables follow
 those of the model's own optimizer in the state.
 """
 
+import functools
 import inspect
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from keras_strategies.hooks.variables_used import (
     LiftingScope,
     chain_scopes,
 )
-from keras_strategies.keras_bridge.patches import Patches
+from keras_strategies.keras_bridge.patches import Patches, replacement
 from keras_strategies.keras_bridge.step_context import current_step
 from keras_strategies.kernels.kernels import patched
 from keras_strategies.spmd.identity import IdentitySet
@@ -43,23 +43,15 @@ def make_stateless(
       model: The model, whose step is `step(state, data)`, or `step(data)`.
       kind: `"train"`, `"test"` or `"predict"`.
       variables: The variables of the state, by group.
-
-    Raises:
-      TypeError: if a step that takes only the data calls Keras's own step.
     """
     step: Any = getattr(model, f"{kind}_step")
     if not is_in_place(model, kind):
         return step
-    if _calls_keras(model, step):
-        raise TypeError(
-            f"A step of the form `{kind}_step(self, data)` must not call that "
-            f"of `keras.Model`, which also takes the state. Received: "
-            f"{type(model).__name__}, whose step calls "
-            f"`super().{kind}_step`. Compute the loss with "
-            "`self.compute_loss` within a `ks.GradientTape`, or take "
-            "`(state, data)`."
-        )
-    return _InPlaceStep(step, variables, is_predict=kind == "predict")
+    in_place: Any = functools.partial(_call_in_place, step, variables, kind)
+    # As a method has them.
+    in_place.__wrapped__ = step
+    in_place.__self__ = getattr(step, "__self__", None)
+    return in_place
 
 
 def is_in_place(model: keras.Model, kind: str) -> bool:
@@ -158,9 +150,7 @@ def build_model(
     """
     is_by_step = is_in_place(model, kind) and not _is_built(model)
     if is_by_step and data_batch is None:
-        _, _, batches = next(iter(iterator))
-        is_list = isinstance(batches, list | tuple)
-        data_batch = batches[0] if is_list else next(batches)
+        data_batch = read_first_batch(iterator)
     if type(model).call is not keras.Model.call or not is_in_place(model, kind):
         with patched():
             type(model)._symbolic_build(model, iterator, data_batch)
@@ -182,91 +172,90 @@ def build_model(
         model.built = True
 
 
+def read_first_batch(iterator: Iterable[Any]) -> Any:
+    """Returns the first batch of Keras's iterator over the data, or None."""
+    for _, _, batches in iterator:
+        is_list = isinstance(batches, list | tuple)
+        return batches[0] if is_list else next(batches)
+    return None
+
+
 def _is_built(model: keras.Model) -> bool:
     others = [o for o in find_optimizers(model) if o is not model.optimizer]
     return all(part.built for part in (*model._flatten_layers(), *others))
 
 
-def _calls_keras(model: keras.Model, step: Any) -> bool:
-    """Returns whether a model's step calls the one that Keras defines."""
-    function = getattr(step, "__func__", step)
-    name = function.__name__
-    methods = [vars(c)[name] for c in type(model).__mro__ if name in vars(c)]
-    called = [b for a, b in itertools.pairwise(methods) if a is function]
-    code = getattr(function, "__code__", None)
-    is_super = {"super", name} <= set(getattr(code, "co_names", ()))
-    return is_super and any(f.__module__.startswith("keras.") for f in called)
-
-
-class _InPlaceStep:
-    """A step in Keras's form for JAX that calls one in TensorFlow's form.
+def _call_in_place(
+    step: Callable[..., Any],
+    groups: Sequence[Sequence[keras.Variable]],
+    kind: str,
+    state: Sequence[Sequence[Any]],
+    data: Batch,
+) -> Any:
+    """Calls a step in TensorFlow's form like one in Keras's form for JAX.
 
     Args:
       step: The step, a method of a model.
-      variables: See `make_stateless`.
-      is_predict: Whether this is a predict step.
+      groups: The variables of the state, by group.
+      kind: `"train"`, `"test"` or `"predict"`.
+      state: The values of the variables.
+      data: The batch.
+
+    Returns:
+      The results, and the new state of `(state, data)` steps.
     """
-
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        variables: Sequence[Sequence[keras.Variable]],
-        *,
-        is_predict: bool,
-    ) -> None:
-        # As a method has them.
-        self.__wrapped__ = step
-        self.__self__ = getattr(step, "__self__", None)
-        self._variables = variables
-        self._is_predict = is_predict
-
-    def __call__(self, state: Sequence[Sequence[Any]], data: Batch) -> Any:
-        """Returns the results, and the new state of `(state, data)` steps."""
-        pairs = [
-            pair
-            for variables, values in zip(self._variables, state, strict=True)
-            for pair in zip(variables, values, strict=True)
-        ]
-        scope = InnerScope(pairs)
-        with chain_scopes(), _patches.hold(), scope:
-            # Logs may have variables, such as the learning rate.
-            results = jax.tree.map(
-                lambda x: x.value if isinstance(x, keras.Variable) else x,
-                self.__wrapped__(data),
-            )
-        known = IdentitySet(variable for variable, _ in pairs)
-        for variable in scope.written:
-            if variable not in known:
-                raise ValueError(
-                    "A step of the form `train_step(self, data)` must only "
-                    "write variables of its model. Received: a write of "
-                    f"{variable.path!r}. Make it an attribute of the model, or "
-                    "of one of its layers and metrics."
+    pairs = [
+        pair
+        for variables, values in zip(groups, state, strict=True)
+        for pair in zip(variables, values, strict=True)
+    ]
+    scope = InnerScope(pairs)
+    with chain_scopes(), _patches.hold(), scope:
+        try:
+            results = step(data)
+        except TypeError as error:
+            if f"{kind}_step() missing" in str(error):
+                error.add_note(
+                    f"A step of the form `{kind}_step(self, data)` must not "
+                    f"call `super().{kind}_step` of `keras.Model`, which also "
+                    "takes the state. Compute the loss with "
+                    "`self.compute_loss` within a `ks.GradientTape`, or take "
+                    "`(state, data)`."
                 )
-        new = tuple(
-            [scope.get_current_value(v) for v in group]
-            for group in self._variables
+            raise
+        # Logs may have variables, such as the learning rate.
+        results = jax.tree.map(
+            lambda x: x.value if isinstance(x, keras.Variable) else x, results
         )
-        return results, (new[1] if self._is_predict else new)
+    known = IdentitySet(variable for variable, _ in pairs)
+    for variable in scope.written:
+        if variable not in known:
+            raise ValueError(
+                "A step of the form `train_step(self, data)` must only "
+                "write variables of its model. Received: a write of "
+                f"{variable.path!r}. Make it an attribute of the model, or "
+                "of one of its layers and metrics."
+            )
+    new = tuple([scope.get_current_value(v) for v in group] for group in groups)
+    return results, (new[1] if kind == "predict" else new)
 
 
-def _make_pure(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `LossScaleOptimizer.apply`, which writes variables in a branch."""
+@replacement
+def _apply_purely(
+    original: Callable[..., Any],
+    optimizer: keras.optimizers.Optimizer,
+    grads: list[Any],
+    trainable_variables: Sequence[keras.Variable] | None = None,
+) -> object:
+    """Replaces `LossScaleOptimizer.apply`, which writes variables in a branch.
 
-    def apply(
-        optimizer: keras.optimizers.Optimizer,
-        grads: list[Any],
-        trainable_variables: Sequence[keras.Variable] | None = None,
-    ) -> object:
-        if current_step() is not None:
-            # The hooks of a replica's step do the same.
-            return original(optimizer, grads, trainable_variables)
-        variables = trainable_variables or optimizer._trainable_variables
-        return apply_purely(optimizer, grads, list(variables))
-
-    return apply
+    The hooks of a replica's step do the same.
+    """
+    if current_step() is not None:
+        return original(optimizer, grads, trainable_variables)
+    variables = trainable_variables or optimizer._trainable_variables
+    return apply_purely(optimizer, grads, list(variables))
 
 
-_patches = Patches(
-    lambda: [(keras.optimizers.LossScaleOptimizer, "apply", _make_pure)]
-)
+_SCALING = keras.optimizers.LossScaleOptimizer
+_patches = Patches(lambda: [(_SCALING, "apply", _apply_purely)])

@@ -1,5 +1,6 @@
 """Lowers a model's step from shapes, without a batch or a device."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ def lower_step(
     batch: Batch,
     build: Callable[[Any], None],
     steps: int = 1,
-    replica_scope: ReplicaScope | None = None,
+    replica_scope: ReplicaScope = contextlib.nullcontext,
 ) -> jax.stages.Lowered:
     """Lowers a train, test or predict step of a bound model.
 

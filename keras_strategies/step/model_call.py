@@ -41,7 +41,7 @@ class ModelCall:
         self,
         step: Callable[..., Any],
         mesh: ReplicaMesh,
-        replica_scope: ReplicaScope | None,
+        replica_scope: ReplicaScope,
         *,
         is_predict: bool = False,
     ) -> None:
@@ -109,18 +109,14 @@ class ModelCall:
         self, step: StepContext | None, *, is_global: bool
     ) -> Iterator[None]:
         """Makes a step's replica context current for a block."""
-        if self._replica_scope is None:
-            yield
-            return
-        with contextlib.ExitStack() as stack:
-            if is_tracing():
-                # JAX must not reuse traces of inner functions from another
-                # replica context; functions that used their context are traced
-                # again.
-                kind = "whole" if is_global else "step"
-                name = f"ks.{kind}.{count_replica_uses()}"
-                stack.enter_context(separate_trace(name))
-            stack.enter_context(self._replica_scope(step))
+        # JAX must not reuse traces of inner functions from another replica
+        # context; functions that used their context are traced again.
+        kind = "whole" if is_global else "step"
+        name = f"ks.{kind}.{count_replica_uses()}"
+        cache = (
+            separate_trace(name) if is_tracing() else contextlib.nullcontext()
+        )
+        with cache, self._replica_scope(step):
             yield
 
     def forget_losses(self) -> None:

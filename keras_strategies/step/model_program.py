@@ -6,6 +6,7 @@ the model's step is mapped over them. Otherwise it runs once over the global
 batch, whose rows XLA shards over the devices.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -32,12 +33,21 @@ from keras_strategies.spmd.sharded_map import sharded_map
 from keras_strategies.step import output_shardings
 from keras_strategies.step.even_step import call_on_replica
 from keras_strategies.step.model_call import ModelCall
-from keras_strategies.step.ragged_step import RaggedRows, call_step
-from keras_strategies.step.record import StepTracer
+from keras_strategies.step.ragged_step import (
+    assign_rows,
+    call_step,
+    move_rows,
+)
+from keras_strategies.step.record import StepTracer, TraceKind
 from keras_strategies.step.route import Form, Route
 from keras_strategies.step.router import Router
 from keras_strategies.step.state.host_slots import keep_slots_on_host
-from keras_strategies.step.state.layout import PLAIN, Layout, Step
+from keras_strategies.step.state.layout import (
+    OPTIMIZER,
+    PLAIN,
+    Layout,
+    Step,
+)
 from keras_strategies.step.traced import (
     call_on_global_batch,
     combine_sums,
@@ -73,6 +83,10 @@ class ModelProgram:
       global_reason: The reason why the step must see the global batch, if this
         is known in advance.
       replica_scope: Makes the context manager of a step's replica context.
+      layout: The layout of the state in mapped programs.
+
+    Attributes:
+      find_route: Returns the route of batches; see `Router`.
     """
 
     # Whether the results have an entry for each row of the batch. Otherwise the
@@ -88,7 +102,8 @@ class ModelProgram:
         written: tuple[int, ...] = (),
         mesh: ReplicaMesh,
         global_reason: str | None = None,
-        replica_scope: ReplicaScope | None = None,
+        replica_scope: ReplicaScope = contextlib.nullcontext,
+        layout: Layout = PLAIN,
     ) -> None:
         self._name, self._mesh = name, mesh
         self._model_call = ModelCall(
@@ -115,6 +130,15 @@ class ModelProgram:
             returns_rows=self._returns_rows,
             is_training=0 in written,
         )
+        self.find_route = self._router.find_route
+        self._layout = layout
+        # Whether mapped programs keep the layout; None if that is not known.
+        self._is_kept = True if layout is PLAIN else None
+        self._router.kind = TraceKind(sums_later=bool(layout.local_sums))
+        sizes = [len(variables[i]) for i in written]
+        # The weights and the other variables come before the optimizer's.
+        places = [sum(sizes[:OPTIMIZER]) + i for i in layout.local_sums]
+        self._router.summands = places, sum(sizes)
         self._scan = functools.partial(
             scan_steps, returns_rows=self._returns_rows
         )
@@ -172,10 +196,6 @@ class ModelProgram:
             ),
         }
 
-    def find_route(self, segment: Segment) -> Route:
-        """Returns the route of batches; see `Router`."""
-        return self._router.find_route(segment)
-
     def _find_shardings(self, is_even: bool) -> Sequence[Sequence[Any]]:
         """Returns the shardings of the state of one of the programs."""
         mesh = self._mesh
@@ -196,7 +216,9 @@ class ModelProgram:
     @property
     def _mapped_layout(self) -> Layout:
         """The layout of mapped programs."""
-        return PLAIN
+        has_sums = bool(self._layout.local_sums)
+        is_other = has_sums != self._router.kind.sums_later
+        return PLAIN if is_other or self._is_kept is False else self._layout
 
     def _map_step(
         self, step: Step, layout: Layout = PLAIN, *, stacked: bool
@@ -246,13 +268,14 @@ class ModelProgram:
         """
         mesh, axis = self._mesh, int(shape.steps > 1)
         padded = jax.tree.leaves(data)[0].shape[axis]
-        rows = RaggedRows.of(shape, padded, mesh.num_replicas)
-        step = functools.partial(self._ragged_step, rows.counts)
+        counts, taken, returned = assign_rows(shape, padded, mesh.num_replicas)
+        step = functools.partial(self._ragged_step, counts)
         step = combine_sums(step, mesh)
         body = self._map_step(step, stacked=shape.steps > 1)
-        results, *state = body(written, read, rows.take(data, axis, mesh))
+        data = move_rows(data, taken, axis, mesh)
+        results, *state = body(written, read, data)
         if self._returns_rows:
-            results = rows.put_back(results, axis, mesh)
+            results = move_rows(results, returned, axis, mesh)
         return results, *state
 
     def _run(self, state: Groups, segment: Segment) -> tuple[Any, Groups]:
@@ -282,6 +305,10 @@ class ModelProgram:
           What `call` returns.
         """
         route = self.find_route(segment)
+        if route.is_mapped and self._is_kept is None:
+            args = self._arguments(route, state, segment)
+            self._programs[route.form].trace(*args)
+            self._is_kept = self._layout.is_kept
         args = self._arguments(route, state, segment)
         program = self._programs[route.form]
         if route.reason is not None:
@@ -291,7 +318,9 @@ class ModelProgram:
     def _arguments(
         self, route: Route, state: Groups, segment: Segment
     ) -> tuple[Any, ...]:
-        """Returns the arguments of a route's program."""
+        """Returns the arguments of a route's program, in its layout."""
+        is_packed = route.is_mapped and self._mapped_layout is not PLAIN
+        self._layout.convert(dict(enumerate(state)), is_packed=is_packed)
         shape = () if route.is_mapped else (segment.shape,)
         return *self._divide(state), segment.data, *shape
 

@@ -6,7 +6,6 @@ step on its own rows, in one program (`ragged_call`). A replica's loss is
 weighted by its number of rows, so a replica without rows does not count.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -45,71 +44,54 @@ from keras_strategies.step.ragged.variants import (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedRows:
-    """The assignment of an indivisible batch's rows to the replicas.
+def assign_rows(
+    shape: RowShape, padded: int, num_replicas: int
+) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
+    """Assigns an indivisible batch's rows to the replicas.
 
-    Attributes:
-      counts: Each replica's number of rows.
-      indices: For each replica, the indices of its rows in the padded batch.
-        Shorter lists are padded to the length of the longest.
-      returned: For each row of the padded batch, its index in `indices`.
+    The rows are distributed as evenly as possible.
+
+    Args:
+      shape: The row counts of the batch and of the processes. Rows that a
+        process has read stay on the replicas of that process.
+      padded: The number of rows including the padding.
+      num_replicas: The number of replicas.
+
+    Returns:
+      Each replica's number of rows; for each replica, the indices of its rows
+      in the padded batch, of which shorter lists are padded to the length of
+      the longest; and for each row of the padded batch, its place among these
+      indices.
     """
-
-    counts: tuple[int, ...]
-    indices: np.ndarray
-    returned: np.ndarray
-
-    @classmethod
-    def of(
-        cls, shape: RowShape, padded: int, num_replicas: int
-    ) -> "RaggedRows":
-        """Distributes a batch's rows as evenly as possible.
-
-        Args:
-          shape: The row counts of the batch and of the processes. Rows that a
-            process has read stay on the replicas of that process.
-          padded: The number of rows including the padding.
-          num_replicas: The number of replicas.
-        """
-        parts = shape.parts or (shape.rows,)
-        block, share = padded // len(parts), num_replicas // len(parts)
-        counts = [c for p in parts for c in rows_of_replicas(p, p, share)]
-        maximum = max(counts)
-        places = [
-            p * block + k for p, part in enumerate(parts) for k in range(part)
-        ]
-        indices, returned, start = [], np.zeros(padded, int), 0
-        for replica, count in enumerate(counts):
-            own = places[start : start + count]
-            returned[own] = replica * maximum + np.arange(count)
-            # The padding repeats the replica's last row.
-            last = own[-1] if own else 0
-            indices += own + [last] * (maximum - count)
-            start += count
-        return cls(
-            counts=tuple(counts), indices=np.asarray(indices), returned=returned
-        )
-
-    def take(self, data: Batch, axis: int, mesh: ReplicaMesh) -> Batch:
-        """Moves the rows to their replicas, within a compiled program.
-
-        Returns:
-          A batch in which all replicas have the same number of rows, with
-          padding.
-        """
-        return _move(data, self.indices, axis, mesh)
-
-    def put_back(self, outputs: Tree, axis: int, mesh: ReplicaMesh) -> Tree:
-        """Moves the replicas' outputs back to the order of the batch's rows.
-
-        Returns:
-          The outputs, of shape (rows, ...) or (steps, rows, ...).
-        """
-        return _move(outputs, self.returned, axis, mesh)
+    parts = shape.parts or (shape.rows,)
+    block, share = padded // len(parts), num_replicas // len(parts)
+    counts = [c for p in parts for c in rows_of_replicas(p, p, share)]
+    maximum = max(counts)
+    places = [
+        p * block + k for p, part in enumerate(parts) for k in range(part)
+    ]
+    indices, returned, start = [], np.zeros(padded, int), 0
+    for replica, count in enumerate(counts):
+        own = places[start : start + count]
+        returned[own] = replica * maximum + np.arange(count)
+        # The padding repeats the replica's last row.
+        last = own[-1] if own else 0
+        indices += own + [last] * (maximum - count)
+        start += count
+    return tuple(counts), np.asarray(indices), returned
 
 
-def _move(rows: Tree, places: np.ndarray, axis: int, mesh: ReplicaMesh) -> Tree:
+def move_rows(
+    rows: Tree, places: np.ndarray, axis: int, mesh: ReplicaMesh
+) -> Tree:
+    """Moves rows between replicas, within a compiled program.
+
+    Args:
+      rows: Arrays of shape (rows, ...), or (steps, rows, ...) if `axis` is 1.
+      places: The index of each row that is taken; see `assign_rows`.
+      axis: The dimension of the rows.
+      mesh: The mesh of the replicas.
+    """
     sharding = mesh.stacked if axis else mesh.split
     moved = jax.tree.map(lambda a: jnp.take(a, places, axis), rows)
     return jax.lax.with_sharding_constraint(moved, sharding)
@@ -150,13 +132,21 @@ def call_step(
     """
     leaves, structure = jax.tree.flatten(data)
     rows = [(count,) * len(leaves) for count in counts]
-    step = _merging_step(counts, rows, mesh)
+    facts = StepFacts(
+        mesh=mesh,
+        rows=max(counts),
+        is_ragged=True,
+        rows_of_replicas=counts,
+        share=compute_local_share(rows, mesh.all_replicas),
+    )
+    # The context of the step that merges the replicas' states.
+    step = StepContext(facts=facts)
     flat = [v for group in variables for v in group]
     before = [value for group in old for value in group]
     folded = seeds.fold_seeds(flat, before, step)
-    one = _OneReplica(step_fn, step.facts, rows, variables, metrics, structure)
+    about = step_fn, facts, rows, variables, metrics, structure
     called, notes, _ = call_ragged(
-        one.call,
+        functools.partial(_call_replica, *about),
         rows,
         [True] * len(leaves),
         step.axis,
@@ -195,77 +185,59 @@ def _check_gradients(
         )
 
 
-def _merging_step(
-    counts: tuple[int, ...], rows: Sequence[Variant], mesh: ReplicaMesh
-) -> StepContext:
-    """Returns the context of the step that merges the replicas' states."""
-    facts = StepFacts(
-        mesh=mesh,
-        rows=max(counts),
-        is_ragged=True,
-        rows_of_replicas=counts,
-        share=compute_local_share(rows, mesh.all_replicas),
-    )
-    return StepContext(facts=facts)
+def _call_replica(
+    step_fn: Step,
+    facts: StepFacts,
+    rows: Sequence[Variant],
+    groups: Sequence[list[keras.Variable]],
+    metrics: list[keras.Variable] | None,
+    structure: PyTreeDef,
+    state: list[Any],
+    leaves: list[Any],
+) -> BranchResult:
+    """Calls a model's step on one replica's rows.
 
-
-@dataclasses.dataclass(frozen=True)
-class _OneReplica:
-    """A model's step on one replica's rows.
-
-    Attributes:
+    Args:
       step_fn: The step.
-      facts: The `facts` of the context that `_merging_step` returned.
+      facts: The facts of the step that merges the replicas' states.
       rows: For each replica, the number of rows of each array of the batch.
-      variables: The groups of variables.
+      groups: The groups of variables.
       metrics: See `call_step`.
       structure: The structure of the batch.
+      state: The values of the variables.
+      leaves: The arrays of the batch, of shape (1, rows, ...).
     """
-
-    step_fn: Step
-    facts: StepFacts
-    rows: Sequence[Variant]
-    variables: Sequence[list[keras.Variable]]
-    metrics: list[keras.Variable] | None
-    structure: PyTreeDef
-
-    def call(self, state: list[Any], leaves: list[Any]) -> BranchResult:
-        """Calls the step on a state and on arrays of shape (1, rows, ...)."""
-        count = leaves[0].shape[1]
-        all_rows = group_rows_of_all((count,) * len(leaves), self.rows)
-        step = StepContext(facts=self.facts).with_facts(
-            rows=count, rows_of_all=all_rows, share=None
+    variables = [v for group in groups for v in group]
+    count = leaves[0].shape[1]
+    all_rows = group_rows_of_all((count,) * len(leaves), rows)
+    step = StepContext(facts=facts).with_facts(
+        rows=count, rows_of_all=all_rows, share=None
+    )
+    step.notes.replica_seeds.update(filter(seeds.is_seed, variables))
+    step.notes.before = IdentityMap(zip(variables, state, strict=True))
+    batch = jax.tree.unflatten(structure, [a[0] for a in leaves])
+    outputs, values = step_fn(step, _group(state, groups), batch)
+    if metrics is None and not is_by_rows(outputs, count):
+        raise RuntimeError(
+            "A predict step that uses its replica context must return one "
+            "entry for each row. Received: outputs of shapes "
+            f"{jax.tree.map(np.shape, outputs)} for {count} "
+            "rows. Return an entry for each row, or use batch sizes that "
+            "are divisible by the number of replicas."
         )
-        variables = [v for group in self.variables for v in group]
-        step.notes.replica_seeds.update(filter(seeds.is_seed, variables))
-        step.notes.before = IdentityMap(zip(variables, state, strict=True))
-        batch = jax.tree.unflatten(self.structure, [a[0] for a in leaves])
-        groups = _group(state, self.variables)
-        outputs, groups = self.step_fn(step, groups, batch)
-        if self.metrics is None and not is_by_rows(outputs, count):
-            raise RuntimeError(
-                "A predict step that uses its replica context must return one "
-                "entry for each row. Received: outputs of shapes "
-                f"{jax.tree.map(np.shape, outputs)} for {count} "
-                "rows. Return an entry for each row, or use batch sizes that "
-                "are divisible by the number of replicas."
-            )
-        new = [value for group in groups for value in group]
-        new = [s if n is None else n for n, s in zip(new, state, strict=True)]
-        for variable in self.metrics or ():
-            # By default, what the replicas added to a metric is summed up.
-            if variable not in step.notes.metric_rules:
-                step.notes.metric_rules[variable] = metric_rules.SUM
-        after = IdentityMap(zip(variables, new, strict=True))
-        flat, structure = jax.tree.flatten(outputs)
-        results = [step_logs.find_result(step, out, after) for out in flat]
-        return replica_merge.make_branch_result(
-            step,
-            variables,
-            (state, new),
-            list(map(jnp.asarray, flat)),
-            (structure, results),
-        )
+    new = [value for group in values for value in group]
+    new = [s if n is None else n for n, s in zip(new, state, strict=True)]
+    for variable in metrics or ():
+        # By default, what the replicas added to a metric is summed up.
+        if variable not in step.notes.metric_rules:
+            step.notes.metric_rules[variable] = metric_rules.SUM
+    after = IdentityMap(zip(variables, new, strict=True))
+    flat, nest = jax.tree.flatten(outputs)
+    results = [step_logs.find_result(step, out, after) for out in flat]
+    arrays = list(map(jnp.asarray, flat))
+    return replica_merge.make_branch_result(
+        step, variables, (state, new), arrays, (nest, results)
+    )
 
 
 def _group(values: list[Any], like: Sequence[Sequence[Any]]) -> list[list[Any]]:

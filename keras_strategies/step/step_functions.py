@@ -1,5 +1,6 @@
 """The train, test and predict functions that `fit` and similar methods call."""
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -10,7 +11,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies._types import Batch, Tree
+from keras_strategies._types import Tree
 from keras_strategies.fit.inputs import feed
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.ported_code import explaining_errors
@@ -99,8 +100,8 @@ class StepFunctionCache:
         model: keras.Model,
         mesh: ReplicaMesh,
         *,
-        keeps_outputs: bool = True,
-        replica_scope: ReplicaScope | None = None,
+        keeps_outputs: bool,
+        replica_scope: ReplicaScope,
     ) -> None:
         self.replica_scope = replica_scope
         self.trained = Trained()
@@ -293,7 +294,8 @@ class StepFunctionCache:
         def run(
             state: Sequence[Any], segment: Segment
         ) -> Iterator[tuple[Any, Any]]:
-            data = cut_padding(_replicate(segment.data, mesh), segment.shape)
+            data = jax.device_put(segment.data, mesh.whole)
+            data = cut_padding(data, segment.shape)
             state = list(map(to_device, state, variables))
             steps, done = segment.steps, []
             for batch in [data] if steps == 1 else unstack_steps(data, steps):
@@ -310,25 +312,22 @@ class StepFunctionCache:
 def make_program(
     model: keras.Model,
     mesh: ReplicaMesh,
-    kind: str = "train",
-    variables: tuple[list[keras.Variable], ...] | None = None,
-    replica_scope: ReplicaScope | None = None,
+    kind: str,
+    variables: tuple[list[keras.Variable], ...],
+    replica_scope: ReplicaScope = contextlib.nullcontext,
     layout: Layout = PLAIN,
 ) -> PredictProgram | StepProgram:
     """Makes the program of a built model's train, test or predict step."""
-    if variables is None:
-        variables = step_variables(model, kind)
     step = make_stateless(model, kind, variables)
     options: dict[str, Any] = {
         "written": _DONATED[kind],
         "mesh": mesh,
         "global_reason": _find_global_reason(model),
         "replica_scope": replica_scope,
+        "layout": layout,
     }
-    name = f"{kind}_step"
-    if kind == "predict":
-        return PredictProgram(step, name, variables, **options)
-    return StepProgram(step, name, variables, layout=layout, **options)
+    make = PredictProgram if kind == "predict" else StepProgram
+    return make(step, f"{kind}_step", variables, **options)
 
 
 def _find_global_reason(model: keras.Model) -> str | None:
@@ -374,13 +373,6 @@ def _read_execution(
     placed = [feed.place_batch(batch, mesh) for batch in batches]
     segments = tuple(part for each in placed for part in each.segments)
     return dataclasses.replace(placed[0], segments=segments)
-
-
-def _replicate(data: Batch, mesh: ReplicaMesh) -> Batch:
-    """Replicates arrays on every device."""
-    if mesh.num_processes == 1:
-        return jax.device_put(data, mesh.whole)
-    return jax.jit(lambda value: value, out_shardings=mesh.whole)(data)
 
 
 def _concatenate(outputs: list[Any]) -> Tree:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.fit.binding import find_binding
 from tests.support import plain_keras
 from tests.support.combinations import few
 from tests.support.mistakes import (
@@ -338,18 +339,6 @@ def test_fit_in_another_strategys_scope_is_refused(model):
     assert_usable(model)
 
 
-def test_another_strategys_scope_inside_a_scope_is_refused():
-    one, other = plain_keras.mirrored(2), plain_keras.mirrored(3)
-    with (
-        one.scope(),
-        pytest.raises(RuntimeError, match="Mixing") as caught,
-        other.scope(),
-    ):
-        pass
-    assert_text(caught)
-    assert not ks.has_strategy()
-
-
 def test_compile_again_in_another_strategys_scope_is_refused(model):
     other = plain_keras.mirrored(3)
     with (
@@ -374,6 +363,9 @@ def test_a_model_made_in_another_strategys_scope_is_refused():
     ):
         model.compile(keras.optimizers.SGD(0.1), "mse")
     assert_text(caught, "kernel", "Create the model")
+    assert find_binding(model) is None
+    assert not model.compiled
+    assert not ks.has_strategy()
     plain_keras.assert_same(weights, model.get_weights(), tolerance=0)
     with one.scope():
         model.compile(keras.optimizers.SGD(0.1), "mse")

@@ -379,13 +379,6 @@ def test_attach_twice_is_attach_once():
     assert_close(state_of(model), trained_plain(2))
 
 
-def test_attach_refuses_a_model_of_another_strategy():
-    model = bound(mirrored(2))
-    with pytest.raises(ValueError, match="bound to another strategy"):
-        mirrored(3).attach(model)
-    assert rows_seen(fit, model) == 4
-
-
 def test_detach_gives_a_plain_model_with_its_state():
     strategy = mirrored(2)
     model = bound(strategy)
@@ -412,17 +405,6 @@ def test_detached_model_can_go_to_another_strategy():
     assert_close(state_of(model), trained_plain(2))
 
 
-def test_detach_refuses_a_model_that_is_not_bound():
-    with pytest.raises(ValueError, match="bound to this strategy"):
-        mirrored(2).detach(compile_(sequential()))
-
-
-@pytest.mark.parametrize("method", ["attach", "detach"])
-def test_attach_and_detach_refuse_what_is_no_model(method):
-    with pytest.raises(TypeError, match="expects a Keras model"):
-        getattr(mirrored(2), method)(keras.layers.Dense(1))
-
-
 # Compiling, training, again.
 
 
@@ -442,15 +424,6 @@ def test_recompiled(where):
     fit(plain)
     compile_(plain)
     fit(plain)
-    assert_close(state_of(model), state_of(plain))
-
-
-def test_trained_twice():
-    model = bound(mirrored(2))
-    first, second = fit(model), fit(model)
-    plain = compile_(sequential())
-    assert first["loss"] == pytest.approx(fit(plain)["loss"], rel=1e-5)
-    assert second["loss"] == pytest.approx(fit(plain)["loss"], rel=1e-5)
     assert_close(state_of(model), state_of(plain))
 
 
@@ -580,36 +553,6 @@ def test_class_that_overrides_fit_and_passes_all_on():
     assert rows_seen(fit, model) == 4
     model.fit(X, Y, 8, 1, 0, shuffle=False)
     assert len(calls) == 2
-    assert_close(state_of(model), trained_plain(2))
-
-
-def test_built_in_one_scope_and_compiled_in_another():
-    first, second = mirrored(2), mirrored(3)
-    with first.scope():
-        model = sequential()
-    with (
-        pytest.raises(ValueError, match="on the devices of its strategy"),
-        second.scope(),
-    ):
-        compile_(model)
-    assert find_binding(model) is None
-    assert not model.compiled
-    assert not ks.has_strategy()
-    with first.scope():
-        compile_(model)
-    assert rows_seen(fit, model) == 4
-    assert_close(state_of(model), trained_plain(1))
-
-
-def test_bound_model_recompiled_in_another_scope_stays_usable():
-    model = bound(mirrored(2))
-    fit(model)
-    with (
-        pytest.raises(ValueError, match="bound to another strategy"),
-        mirrored(3).scope(),
-    ):
-        compile_(model)
-    fit(model)
     assert_close(state_of(model), trained_plain(2))
 
 

@@ -320,11 +320,7 @@ def _heard_by_steps(size: int | None) -> Parse:
 
 def _heard_by_makers(text: str) -> object:
     rounds = Rounds((0, 1), "fit", agree=lambda processes, name: _Talk(text))
-    for form in (
-        agree_source._NUMBER,
-        agree_source._MADE,
-        agree_source._SHAPES,
-    ):
+    for form in (agree_source._MADE, agree_source._SHAPES):
         with contextlib.suppress(RuntimeError):
             heard = rounds.exchange({}, form)
             raise_everywhere(_MESH, "It", heard[1:] * 2, None)

@@ -53,5 +53,5 @@ def test_every_case_equals_one_device_everywhere(name, strategy):
 
 
 def _seen(name):
-    # All counts, of all loops: tests/fit/inputs/test_row_counts.py.
+    # All counts, of all loops: tests/step/test_steps_per_execution.py.
     return ("evaluate",) if name in LOSSES | METRICS else ()

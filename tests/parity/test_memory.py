@@ -8,7 +8,8 @@ from keras import layers
 import keras_strategies as ks
 from keras_strategies.spmd.batches import Segment
 from keras_strategies.spmd.rows import padded_rows
-from keras_strategies.step.step_functions import make_program
+from keras_strategies.step.step_functions import make_program, step_variables
+from keras_strategies.variables import shardings
 from tests.support.combinations import combine
 
 
@@ -32,19 +33,9 @@ def test_indivisible_batch_needs_at_most_a_fifth_more(rows):
         model, data_batch=(jax.numpy.zeros((4, 512)), jax.numpy.zeros((4,)))
     )
     mesh = strategy._runtime.mesh
-    program = make_program(model, mesh)
-    state = tuple(
-        [
-            jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=mesh.whole)
-            for v in group
-        ]
-        for group in (
-            model.trainable_variables,
-            model.non_trainable_variables,
-            model.optimizer.variables,
-            model.metrics_variables,
-        )
-    )
+    variables = step_variables(model, "train")
+    program = make_program(model, mesh, "train", variables)
+    state = tuple(shardings.get_shapes(group, mesh) for group in variables)
 
     def temporary_bytes(rows):
         padded = padded_rows(rows, 4)

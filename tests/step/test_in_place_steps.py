@@ -254,6 +254,7 @@ class CallsKeras(keras.Model):
 
 
 def test_a_call_of_keras_own_step_is_refused_with_the_fix():
+    # A note of the error names the fix.
     with pytest.raises(TypeError, match=r"super\(\).train_step.*compute_loss"):
         train(2, cls=CallsKeras)
 

@@ -11,6 +11,8 @@ from keras import ops
 from keras.src.losses.losses import LossFunctionWrapper
 
 import keras_strategies as ks
+from keras_strategies.fit.binding import find_binding
+from keras_strategies.step.lower_step import lower_step
 from keras_strategies.step.record import StepTracer
 from tests.support.combinations import combine, few
 from tests.support.models import chain, compiled_in
@@ -174,22 +176,9 @@ def test_results_are_reduced_with_the_rest_of_the_step():
         strategy, two_outputs, "sgd", "mse", metrics=["mae", "mape"]
     )
     model.fit(X[:16], Y[:16], batch_size=16, verbose=0)
-    from keras_strategies.spmd.batches import global_batch, place
-    from keras_strategies.step.step_functions import make_program
-
-    mesh = strategy._runtime.mesh
-    program = make_program(model, mesh)
-    state = tuple(
-        [v.value for v in group]
-        for group in (
-            model.trainable_variables,
-            model.non_trainable_variables,
-            model.optimizer.variables,
-            model.metrics_variables,
-        )
-    )
-    execution = place([global_batch((X[:16], Y[:16]), mesh)], mesh)
-    text = program.lower(state, execution.segments[0]).as_text()
+    build = find_binding(model).build_for_shapes
+    batch = X[:16], Y[:16]
+    text = lower_step(model, strategy.mesh, "train", batch, build).as_text()
     assert text.count("stablehlo.all_reduce") == 1
 
 

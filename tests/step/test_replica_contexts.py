@@ -191,6 +191,16 @@ def test_several_steps_of_even_and_uneven_batches(steps, make):
         assert np.all(np.isfinite(one))
 
 
+def check_as_one_device(replicas, train):
+    """Asserts that `train(strategy)` has the numbers of one device."""
+    found = []
+    for strategy in (mirrored(replicas), ks.OneDeviceStrategy("CPU:0")):
+        keras.utils.set_random_seed(0)
+        found.append(train(strategy))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=3e-5, atol=1e-6)
+
+
 def contrastive(y_true, y_pred):
     """Each row against the rows of all replicas, as in SimCLR on TPUs."""
     ctx = context()
@@ -205,8 +215,7 @@ def contrastive(y_true, y_pred):
 
 @pytest.mark.parametrize("replicas", combine([2, 3], every=2))
 def test_a_contrastive_loss_over_all_replicas_is_that_of_one_device(replicas):
-    def trained(strategy):
-        keras.utils.set_random_seed(0)
+    def train(strategy):
         with strategy.scope(), warnings.catch_warnings():
             warnings.simplefilter("error")
             model = keras.Sequential(
@@ -217,13 +226,9 @@ def test_a_contrastive_loss_over_all_replicas_is_that_of_one_device(replicas):
             history = model.fit(
                 x, x[:, :1], batch_size=12, epochs=3, shuffle=False, verbose=0
             )
-        return history.history["loss"], model.get_weights()
+        return [history.history["loss"], *model.get_weights()]
 
-    losses, weights = trained(mirrored(replicas))
-    expected_losses, expected = trained(ks.OneDeviceStrategy("CPU:0"))
-    np.testing.assert_allclose(losses, expected_losses, rtol=2e-5)
-    for one, other in zip(weights, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=3e-5, atol=1e-6)
+    check_as_one_device(replicas, train)
 
 
 class SeenIds(keras.metrics.Metric):
@@ -272,15 +277,17 @@ class OwnStep(keras.Model):
     def train_step(self, state, data):
         weights, others, slots, metrics = state
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-
-        def loss_of(weights):
-            center = context().all_reduce("mean", ops.mean(x * weights[0]))
-            return ops.mean(ops.square(x * weights[0] - center - y))
-
-        loss, grads = jax.value_and_grad(loss_of)(weights)
+        compute = jax.value_and_grad(lambda w: self.loss_of(x, y, w[0]))
+        total, grads = self.reduce(x, *compute(weights))
         weights, slots = self.optimizer.stateless_apply(slots, grads, weights)
-        total = context().all_reduce("mean", loss)
         return {"total": total}, (weights, others, slots, metrics)
+
+    def loss_of(self, x, y, scale):
+        center = context().all_reduce("mean", ops.mean(x * scale))
+        return ops.mean(ops.square(x * scale - center - y))
+
+    def reduce(self, x, loss, grads):
+        return context().all_reduce("mean", loss), grads
 
 
 @pytest.mark.parametrize(
@@ -329,33 +336,26 @@ def test_batches_of_a_method_see_their_replica():
     assert model.train_on_batch(x, y) == pytest.approx(loss, rel=2e-5)
 
 
-def test_weights_of_rows_and_sums_are_exact_on_uneven_replicas():
+@pytest.mark.parametrize(
+    "reduction", ["sum", "sum_over_batch_size", "mean_with_sample_weight"]
+)
+def test_weights_of_rows_and_sums_are_exact_on_uneven_replicas(reduction):
     """A layer that asks for its replica, and losses with each reduction."""
     x, y = batch(7), batch(7)
-    weight = np.linspace(0.1, 2.0, 7).astype("float32")
-    reductions = ("sum", "sum_over_batch_size", "mean_with_sample_weight")
-    for reduction in reductions:
-        found = []
-        for strategy in (mirrored(3), ks.OneDeviceStrategy("CPU:0")):
-            keras.utils.set_random_seed(0)
-            loss = keras.losses.MeanSquaredError(reduction=reduction)
-            model, _ = model_of(
-                strategy,
-                lambda x: x + 0.0 * context().all_reduce("sum", ops.mean(x)),
-                loss,
-            )
-            history = model.fit(
-                x,
-                y,
-                sample_weight=weight,
-                batch_size=7,
-                shuffle=False,
-                verbose=0,
-                epochs=2,
-            )
-            found.append([history.history["loss"], *model.get_weights()])
-        for one, other in zip(*found, strict=True):
-            np.testing.assert_allclose(one, other, rtol=2e-5)
+    options = {"batch_size": 7, "shuffle": False, "verbose": 0, "epochs": 2}
+    options["sample_weight"] = np.linspace(0.1, 2.0, 7).astype("float32")
+
+    def train(strategy):
+        loss = keras.losses.MeanSquaredError(reduction=reduction)
+        model, _ = model_of(
+            strategy,
+            lambda x: x + 0.0 * context().all_reduce("sum", ops.mean(x)),
+            loss,
+        )
+        history = model.fit(x, y, **options)
+        return [history.history["loss"], *model.get_weights()]
+
+    check_as_one_device(3, train)
 
 
 def test_a_step_over_the_global_batch_has_no_replica():
@@ -395,18 +395,13 @@ def test_an_eager_step_has_no_replica(method, rows):
 class Regularized(OwnStep):
     """Adds its weights to the loss, whatever the rows."""
 
-    def train_step(self, state, data):
-        weights, others, slots, metrics = state
-        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+    def loss_of(self, x, y, scale):
+        loss = keras.losses.MeanSquaredError()(y, x * scale)
+        return loss + 0.5 * ops.square(scale)
+
+    def reduce(self, x, loss, grads):
         self.asked = context().replica_id_in_sync_group
-
-        def loss_of(weights):
-            loss = keras.losses.MeanSquaredError()(y, x * weights[0])
-            return loss + 0.5 * ops.square(weights[0])
-
-        loss, grads = jax.value_and_grad(loss_of)(weights)
-        weights, slots = self.optimizer.stateless_apply(slots, grads, weights)
-        return {"total": loss}, (weights, others, slots, metrics)
+        return loss, grads
 
 
 @pytest.mark.parametrize("rows", combine([7, 2, 1], every=2))
@@ -425,8 +420,8 @@ def test_a_replica_without_rows_has_no_gradient(rows):
 def test_synchronized_statistics_are_those_of_all_rows(rows):
     """Beside a layer that asks for its replica; two have no rows, of two."""
     x, y = batch(rows), batch(rows)
-    found = []
-    for strategy in (mirrored(4), ks.OneDeviceStrategy("CPU:0")):
+
+    def train(strategy):
         with strategy.scope():
             model = keras.Sequential(
                 [
@@ -440,9 +435,9 @@ def test_synchronized_statistics_are_those_of_all_rows(rows):
             model.compile(keras.optimizers.SGD(0.1), "mse")
         options = {"batch_size": rows, "shuffle": False, "verbose": 0}
         model.fit(x, y, epochs=2, **options)
-        found.append(model.get_weights())
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, rtol=3e-5, atol=1e-6)
+        return model.get_weights()
+
+    check_as_one_device(4, train)
 
 
 @pytest.mark.parametrize("rows", [4, 3])
@@ -477,9 +472,8 @@ def test_looked_up_weights_before_a_collective(rows, loss):
     tokens = _random.integers(1, 5, (rows, 3))
     y = batch(rows)[:, :1]
     weight = np.linspace(0.5, 2.0, rows).astype("float32")
-    found = []
-    for strategy in (mirrored(3), ks.OneDeviceStrategy("CPU:0")):
-        keras.utils.set_random_seed(3)
+
+    def train(strategy):
         with strategy.scope():
             model = keras.Sequential(
                 [
@@ -493,26 +487,20 @@ def test_looked_up_weights_before_a_collective(rows, loss):
             model.compile(keras.optimizers.SGD(0.1), loss)
         options = {"batch_size": rows, "shuffle": False, "verbose": 0}
         model.fit(tokens, y, sample_weight=weight, epochs=2, **options)
-        found.append(model.get_weights())
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, rtol=3e-5, atol=1e-6)
+        return model.get_weights()
+
+    check_as_one_device(3, train)
 
 
 class Reduces(OwnStep):
     """Reduces its gradients itself, with the rows of all replicas."""
 
-    def train_step(self, state, data):
-        weights, others, slots, metrics = state
-        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+    def loss_of(self, x, y, scale):
+        return ops.sum(ops.square(x * scale - y))
 
-        def loss_of(weights):
-            return ops.sum(ops.square(x * weights[0] - y))
-
-        loss, (grad,) = jax.value_and_grad(loss_of)(weights)
+    def reduce(self, x, loss, grads):
         size = context().all_reduce("sum", float(x.shape[0] * x.shape[1]))
-        grad = context().all_reduce("sum", grad) / size
-        weights, slots = self.optimizer.stateless_apply(slots, [grad], weights)
-        return {"total": loss}, (weights, others, slots, metrics)
+        return loss, [context().all_reduce("sum", grads[0]) / size]
 
 
 @pytest.mark.parametrize("rows", combine([7, 2], every=2))

@@ -127,6 +127,10 @@ CASES = [
     (8, 3, 8, 4),  # one batch smaller than the replicas
     (8, 250, 64, 3),
     (1, 70, 16, 4),
+    (1, 70, 16, 1),
+    (2, 13, 5, 1),
+    (3, 250, 64, 1),
+    (8, 10, 4, 1),
 ]
 
 
@@ -192,7 +196,11 @@ def test_an_epoch_of_arrays_ends_at_steps_per_epoch():
 @pytest.mark.parametrize(
     ("replicas", "rows", "batch", "steps"),
     few(
-        [(2, 70, 16, 3), (3, 64, 16, 2), (8, 13, 5, 10), (3, 3, 8, 4)], every=6
+        [
+            *[(2, 70, 16, 3), (3, 64, 16, 2), (8, 13, 5, 10), (3, 3, 8, 4)],
+            *[(1, 10, 4, 1), (8, 250, 64, 1)],
+        ],
+        every=6,
     ),
 )
 def test_evaluate_and_predict_are_plain_keras_own(replicas, rows, batch, steps):
@@ -250,43 +258,6 @@ def test_tf_data_of_unknown_length_is_plain_keras_own():
         return seen.events
 
     check_events(act, 4)
-
-
-@pytest.mark.parametrize("kind", ["generator", "PyDataset"])
-def test_data_that_reuse_their_buffer_are_read_in_time(kind):
-    size, count = 8, 6
-
-    class Reusing(keras.utils.PyDataset):
-        x, y = np.empty((size, 3), "float32"), np.empty((size, 1), "float32")
-
-        def __len__(self):
-            return count
-
-        def __getitem__(self, index):
-            self.x[:] = X[index * size : (index + 1) * size]
-            self.y[:] = Y[index * size : (index + 1) * size]
-            return self.x, self.y
-
-    def generator():
-        # Keras reads two batches ahead before it starts.
-        for index in range(2):
-            rows = slice(index * size, (index + 1) * size)
-            yield X[rows], Y[rows]
-        data = Reusing()
-        for index in range(2, count):
-            yield data[index]
-
-    def act(model):
-        data = generator() if kind == "generator" else Reusing()
-        model.fit(data, steps_per_epoch=count, shuffle=False, verbose=0)
-
-    _, (_, ours) = run_both(one_input, act, **COMPILED[3])
-
-    def plainly(model):
-        fit(model, size * count, size)
-
-    (_, plain), _ = run_both(one_input, plainly, **COMPILED[1])
-    assert_same(plain, ours)
 
 
 def dispatched(fn):

@@ -329,21 +329,6 @@ def test_leaving_a_scope_while_one_in_it_is_open_is_refused():
     scope.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize(
-    "loop", combine(["fit", "predict", "train_on_batch"], every=2)
-)
-def test_loops_in_the_scope_of_another_strategy_are_refused(loop):
-    strategy, other = mirrored(2), mirrored(3)
-    with strategy.scope():
-        model = compile_(sequential())
-    weights = model.get_weights()
-    arguments = (X,) if loop == "predict" else (X, Y)
-    with other.scope(), pytest.raises(RuntimeError, match="Mixing"):
-        getattr(model, loop)(*arguments)
-    assert_close(model.get_weights(), weights)
-    fit(model)
-
-
 # The current strategy.
 
 

@@ -71,16 +71,17 @@ class QuietCallbackList(keras.callbacks.CallbackList):
     """A list of callbacks that calls batch-end hooks only if they are needed.
 
     Args:
-      callbacks: The callbacks, as passed to `fit`, `evaluate` or `predict`.
-      verbose: The argument `verbose` of that method. If it is not 0, there is a
-        progress bar, which is updated at the end of every batch.
-      **options: Other options of `keras.callbacks.CallbackList`.
+      call: The call of `fit`, `evaluate` or `predict`: `call[name]` is the
+        argument `name`, or None if it was not given. If its `verbose` is not 0,
+        there is a progress bar, which is updated at the end of every batch.
+      model: The model.
+      feed: The feed of the data.
     """
 
     def __init__(
-        self, callbacks: Callbacks, *, verbose: Any, **options: Any
+        self, call: Any, model: keras.Model, feed: "DataAdapter"
     ) -> None:
-        flat = _flatten(callbacks)
+        flat, verbose = _flatten(call["callbacks"]), call["verbose"]
         # The kinds of batches for which no callback implements the batch-end
         # hook.
         self._quiet = [
@@ -93,8 +94,15 @@ class QuietCallbackList(keras.callbacks.CallbackList):
                 setattr(self, _HOOKS[kind][-1], _ignore)
         self._selective = [c for c in flat if _is_selective(c)]
         self._reports = [c for c in flat if isinstance(c, ReportCallback)]
+        steps = call["steps_per_epoch"] or call["steps"]
         super().__init__(
-            callbacks, add_progbar=verbose != 0, verbose=verbose, **options
+            call["callbacks"],
+            add_history=call.name == "fit",
+            add_progbar=verbose != 0,
+            model=model,
+            verbose=verbose,
+            epochs=call.keywords.get("epochs", 1),
+            steps=steps or feed.num_batches,
         )
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -156,40 +164,22 @@ def _ignore(batch: int, logs: Logs | None = None) -> None:
     """Replaces a hook that no callback implements."""
 
 
-def make_quiet_list(
-    loop: str,
-    arguments: dict[str, Any],
-    model: keras.Model,
-    feed: "DataAdapter",
-) -> Callbacks:
-    """Puts callbacks into a `QuietCallbackList`.
+def set_quiet_list(call: Any, model: keras.Model, feed: "DataAdapter") -> None:
+    """Puts the callbacks of a call into a `QuietCallbackList`.
+
+    Nothing changes if they are in a list of Keras's, or if Keras caps the
+    epochs or steps, and then makes the list.
 
     Args:
-      loop: `"fit"`, `"evaluate"` or `"predict"`.
-      arguments: The arguments of that method, by name.
+      call: See `QuietCallbackList`.
       model: The model.
       feed: The feed of the data.
-
-    Returns:
-      A `QuietCallbackList`; or the callbacks as given if they are in a list of
-      Keras's, or if Keras caps the epochs or steps, and then makes the list.
     """
-    callbacks = arguments.get("callbacks")
     is_capped = keras.config.max_epochs() or keras.config.max_steps_per_epoch()
-    flat = _flatten(callbacks)
+    flat = _flatten(call["callbacks"])
     is_list = any(isinstance(c, keras.callbacks.CallbackList) for c in flat)
-    if is_capped or is_list:
-        return callbacks
-    is_fit = loop == "fit"
-    steps = arguments["steps_per_epoch" if is_fit else "steps"]
-    return QuietCallbackList(
-        callbacks,
-        verbose=arguments.get("verbose"),
-        add_history=is_fit,
-        model=model,
-        epochs=arguments["epochs"] if is_fit else 1,
-        steps=steps or feed.num_batches,
-    )
+    if not (is_capped or is_list):
+        call.set(callbacks=QuietCallbackList(call, model, feed))
 
 
 def _flatten(callbacks: Callbacks) -> list[Any]:

@@ -69,9 +69,8 @@ def select_callbacks(callbacks: Callbacks, mesh: ReplicaMesh) -> Callbacks:
       The callbacks as given, or a list without those that run only on the
       chief, and with collective copies of `BackupAndRestore` callbacks.
     """
-    if mesh.num_processes == 1 or not callbacks:
-        return callbacks
-    if isinstance(callbacks, keras.callbacks.CallbackList):
+    is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+    if mesh.num_processes == 1 or not callbacks or is_list:
         return callbacks
     chosen = []
     for callback in keras.tree.flatten(callbacks):

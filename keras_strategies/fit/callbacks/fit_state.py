@@ -4,7 +4,7 @@ The state includes counts of steps and epochs. The list of callbacks in
 `resumable_fit` calls methods of `FitState` when steps and epochs begin and end.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -20,6 +20,7 @@ from keras_strategies.cluster.exchange.rounds import Rounds
 from keras_strategies.fit.callbacks import callback_states
 from keras_strategies.hooks.seeds import is_seed
 from keras_strategies.step.step_functions import StepFunctionCache
+from keras_strategies.variables.model_variables import all_variables
 
 State = dict[str, Any]
 
@@ -72,7 +73,6 @@ class FitState:
     """The state of a fit that a checkpoint callback saves and restores.
 
     Args:
-      variables: All variables of the model, its optimizers and metrics.
       functions: The model's step functions.
       feed: The training data.
       call: The call of `fit`: `call[name]` is the argument `name`, or None if
@@ -105,14 +105,13 @@ class FitState:
     def __init__(
         self,
         *,
-        variables: Sequence[keras.Variable],
         functions: StepFunctionCache,
         feed: Any,
         call: Any,
     ) -> None:
         self.model = functions.model
         self.mesh = functions.mesh
-        self.variables = variables
+        self.variables = all_variables(self.model)
         self._functions = functions
         self.feed = feed
         self._validation = call["validation_data"]
@@ -211,7 +210,7 @@ class FitState:
         position = self._find_position(self.feed, state["feed"])
         if position is not None:
             self.feed.resume(position, self.step, self.logs)
-            if self.step or self.feed.position["step"]:
+            if self.step or self.feed.yielded.step:
                 self.other_batches = _describe_differences(
                     state.get("sizes", {}),
                     self._sizes,
@@ -260,15 +259,13 @@ class FitState:
 
     # The methods below are called by the list of callbacks.
 
-    def begin_training(self) -> None:
-        """Restores the callbacks' states.
+    def begin_training(self, saved: State) -> None:
+        """Restores the callbacks' states from the state to resume from.
 
         This is called after the callbacks' `on_train_begin`, which resets the
         states.
         """
-        if self.saved is None:
-            return
-        callback_states.set_states(self.callbacks, self.saved["callbacks"])
+        callback_states.set_states(self.callbacks, saved["callbacks"])
         if self.is_over:
             self.model.stop_training = self.was_stopped
 

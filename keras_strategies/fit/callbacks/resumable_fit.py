@@ -79,14 +79,7 @@ class CheckpointingCallbackList(QuietCallbackList):
         self._checkpointer = checkpointer
         self._is_first = True
         self._values = [(v, v.value) for v in loop.variables]
-        super().__init__(
-            call["callbacks"],
-            verbose=call["verbose"],
-            add_history=True,
-            model=loop.model,
-            epochs=call["epochs"],
-            steps=loop.steps_per_epoch,
-        )
+        super().__init__(call, loop.model, loop.feed)
         loop.callbacks = [c for c in self.callbacks if c is not checkpointer]
         loop.settle = self._flush_futures
 
@@ -103,13 +96,9 @@ class CheckpointingCallbackList(QuietCallbackList):
         states = {} if saved is None else saved["callbacks"]
         with callback_states.resuming_logs(loop.callbacks, states):
             super().on_train_begin(logs)
-        if saved is None:
-            self._values = []
-            return
-        loop.begin_training()
-        self._restore()
-        if loop.step == 0:
-            self._values = []
+        if saved is not None:
+            loop.begin_training(saved)
+            self._restore()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Begins an epoch.
@@ -159,7 +148,6 @@ def run_resumable_fit(
     checkpointer: CheckpointCallback,
     call: Any,
     feed: Any,
-    variables: list[keras.Variable],
     functions: StepFunctionCache,
 ) -> keras.callbacks.History:
     """Runs a fit with a checkpoint callback, and resumes a saved fit.
@@ -168,15 +156,12 @@ def run_resumable_fit(
       checkpointer: The checkpoint callback.
       call: The `Call` of fit.
       feed: The training data.
-      variables: All variables of the model, its optimizers and metrics.
       functions: The cache of the model's step functions.
 
     Returns:
       The history that fit returns.
     """
-    loop = FitState(
-        variables=variables, functions=functions, feed=feed, call=call
-    )
+    loop = FitState(functions=functions, feed=feed, call=call)
     model = functions.model
     loop.directory = getattr(checkpointer, "directory", None)
     object.__setattr__(model, _LOOP, loop)

@@ -22,15 +22,12 @@ _T = TypeVar("_T")
 _MAX_NUMBER = 2**31 - 1
 # The formats of the messages that processes exchange.
 _FAILED = {"error": str}
-_NUMBER = {"number": message_forms.is_count}
 _MADE = message_forms.Either(
     (_FAILED, {"facts": dict, "seed": int | str | None})
 )
 _SHAPES = message_forms.Either(
     (_FAILED, {"outlines": [str], "checksum": int | None})
 )
-
-_SAME = {"checksum": message_forms.is_count}
 
 
 def build_on_all_processes(
@@ -66,10 +63,8 @@ def build_on_all_processes(
     if mesh.num_processes == 1:
         return make(number)
     with _start_rounds(mesh, name, f"preparing the data of {name}") as rounds:
-        numbers = rounds.exchange({"number": number}, _NUMBER)
-        source, error, message = _try_to_make(
-            lambda: make(numbers[0]["number"])
-        )
+        numbers = rounds.exchange(number, message_forms.is_count)
+        source, error, message = _try_to_make(lambda: make(numbers[0]))
         if source is not None:
             all_facts = (facts or {}) | source.facts()
             message = {"facts": all_facts, "seed": source.seed}
@@ -126,7 +121,7 @@ def build_equal_replicas(
             "shape, or distribute a dataset, whose batches may differ in their "
             "number of rows."
         )
-    _compare_checksums(mesh, name, received)
+    _compare_checksums(mesh, name, [one["checksum"] for one in received])
     assert values is not None
     return values[0]
 
@@ -147,18 +142,17 @@ def check_same_values(
       ValueError: if these processes received different values.
     """
     with _start_rounds(mesh, name, name) as rounds:
-        message = {"checksum": data_checksum(values)}
-        received = rounds.exchange(message, _SAME)
-    _compare_checksums(mesh, name, received, shared)
+        checksum = data_checksum(values)
+        checksums = rounds.exchange(checksum, message_forms.is_count)
+    _compare_checksums(mesh, name, checksums, shared)
 
 
 def _compare_checksums(
     mesh: ReplicaMesh,
     name: str,
-    received: list[dict[str, Any]],
+    checksums: list[Any],
     shared: str = "replicas",
 ) -> None:
-    checksums = [one["checksum"] for one in received]
     group = find_unequal_readers(mesh, checksums)
     if shared == "variables" and len(set(checksums)) > 1:
         group = list(mesh.processes)

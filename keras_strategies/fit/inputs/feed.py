@@ -37,13 +37,17 @@ from keras_strategies.spmd.mesh import ReplicaMesh
 class Feed(DataAdapter):
     """A Keras data adapter that yields executions of up to K batches.
 
-    It does not report a shorter last batch.
-
     Args:
       steps: The object that reads the user's data and makes batches for steps.
       steps_per_execution: K, the maximum number of batches in an execution.
       steps_per_epoch: The number of steps in an epoch, if the epochs end
         before the data do. An execution never extends beyond an epoch's end.
+
+    Attributes:
+      is_process_local: Whether the data, and therefore positions, are
+        process-local.
+      is_other_kind: Whether the feed was resumed with other data.
+      yielded: The place after the last yielded execution.
     """
 
     def __init__(
@@ -56,11 +60,10 @@ class Feed(DataAdapter):
         source = steps.source
         if source.num_batches == 0:
             raise ValueError(_NO_ROWS)
-        self._source = source
-        self._steps = steps
+        self._source, self._steps = source, steps
+        self.is_process_local = source.is_process_local
         self._mesh = steps.mesh
-        self._steps_per_execution = steps_per_execution
-        self._steps_per_epoch = steps_per_epoch
+        self._steps_per_epoch = steps_per_epoch or None
         self._division = Division(
             # With process-local rows a pass ends when all processes have read
             # all of their data, and no process knows how many batches that is.
@@ -72,7 +75,7 @@ class Feed(DataAdapter):
             source.order.set_epochs_per_pass(self._division.epochs_of_a_pass)
         # Where the next iterator will begin, the place after the last yielded
         # execution, and the place where the current epoch of `fit` began.
-        self._next = self._yielded = self._epoch_start = Place(
+        self._next = self.yielded = self._epoch_start = Place(
             source.passes.next, 0
         )
         # Whether an iterator is in the middle of its data.
@@ -105,7 +108,7 @@ class Feed(DataAdapter):
         elif self._source.has_own_seeds:
             after = Place(self._next.epoch + 1, 0)
             self._source.passes.reach(after.epoch)
-            self._next = self._yielded = self._epoch_start = after
+            self._next = self.yielded = self._epoch_start = after
 
     def get_jax_iterator(
         self, super_batch: object = None
@@ -135,7 +138,7 @@ class Feed(DataAdapter):
             )
             try:
                 for execution, stop in executions:
-                    self._yielded = Place(epoch, stop)
+                    self.yielded = Place(epoch, stop)
                     if is_last := self._continues_after(stop):
                         # Keras counts batches from where the fit was resumed,
                         # so it does not make an iterator for the next pass.
@@ -153,7 +156,7 @@ class Feed(DataAdapter):
             if not is_last:
                 break
             self._begin_pass(epoch)
-        self._yielded, self._is_reading = Place(epoch + 1, 0), False
+        self.yielded, self._is_reading = Place(epoch + 1, 0), False
 
     def _begin_pass(self, epoch: int) -> None:
         """Begins to read a pass; the next iterator begins with the one after.
@@ -183,27 +186,12 @@ class Feed(DataAdapter):
         Keras does not know a resumed feed's number of batches, so it asks for
         a batch even then.
         """
-        stop = self._yielded.step
+        stop = self.yielded.step
         return (
             self._is_resumed
             and not self._division.ends_epoch(stop)
             and self._division.is_over(stop)
         )
-
-    @property
-    def position(self) -> dict[str, Any]:
-        """The position in the data that has been reached, as JSON values.
-
-        "epoch" counts passes over the data. With `steps_per_epoch`, a pass may
-        last for several epochs of `fit`. "step" is the number of steps of this
-        pass that were yielded. With process-local data, each process has a
-        different position.
-        """
-        epoch, step = self._yielded
-        count = self._division.num_batches
-        if count is not None and step >= count:
-            epoch, step = epoch + 1, 0
-        return self.position_at((epoch, step))
 
     def next_position(self, place: tuple[int, int] | None) -> dict[str, Any]:
         """Returns the position where the next epoch of `fit` begins.
@@ -222,17 +210,15 @@ class Feed(DataAdapter):
     def position_at(self, place: tuple[int, int]) -> dict[str, Any]:
         """Returns a place in the data as a position that can be saved as JSON.
 
+        "epoch" counts passes over the data. With `steps_per_epoch`, a pass may
+        last for several epochs of `fit`. "step" is the number of steps of this
+        pass. With process-local data, each process has a different position.
+
         Args:
-          place: The place after the last computed execution. The property
-            `position` may be later, because on accelerators Keras reads one
-            execution ahead.
+          place: The place after the last computed execution. `yielded` may be
+            later, because on accelerators Keras reads one execution ahead.
         """
         return {"epoch": place[0], "step": place[1], "seed": self._source.seed}
-
-    @property
-    def is_process_local(self) -> bool:
-        """Whether the data, and therefore positions, are process-local."""
-        return self._source.is_process_local
 
     def resume(
         self,
@@ -246,7 +232,7 @@ class Feed(DataAdapter):
         process-local, its job may have had another number of processes.
 
         Args:
-          position: The `position` of the other feed, for the same data.
+          position: A position of the other feed, for the same data.
           done_steps: The number of steps of the first epoch that were computed
             before. Keras gets empty executions for these steps, so that its
             count of steps continues.
@@ -261,7 +247,7 @@ class Feed(DataAdapter):
         except ValueError:
             self.is_other_kind = True
         start = 0 if self.is_other_kind and not done_steps else position["step"]
-        self._next = self._yielded = Place(position["epoch"], start)
+        self._next = self.yielded = Place(position["epoch"], start)
         num_begun = position["epoch"] + (start > 0)
         if self._source.order is not None and num_begun:
             # Draw the earlier shuffle orders, so that the random generator is
@@ -272,7 +258,7 @@ class Feed(DataAdapter):
         # but this iterator begins in the middle of a pass. So `num_batches`
         # hides the real number from Keras, and the feed itself ends epochs.
         self._is_resumed = self._steps_per_epoch is not None
-        count = done_steps // self._steps_per_execution
+        count = done_steps // self._division.steps_per_execution
         self._done = [Execution(segments=(), logs=logs)] * count
 
     def _executions(
@@ -304,28 +290,13 @@ class Feed(DataAdapter):
         return sys.maxsize if self._is_resumed else self._division.num_batches
 
     @property
-    def batch_size(self) -> int | None:
-        """Number of rows of a batch, if known."""
-        return self._source.batch_size
-
-    @property
-    def has_partial_batch(self) -> bool | None:
-        """Whether the last batch is shorter: always None, for unknown."""
-        return None
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        """Number of rows in a shorter last batch: always None, for unknown."""
-        return None
-
-    @property
     def sizes(self) -> dict[str, int | None]:
         """The sizes of the data by name, with None for unknown sizes.
 
         A position is valid only in data with the same sizes.
         """
         return {
-            "rows a batch": self.batch_size or self._source.likely_size,
+            "rows a batch": self._source.batch_size or self._source.likely_size,
             "batches": self._division.num_batches,
             "rows": self._source.summary().num_rows,
         }

@@ -7,6 +7,7 @@ only choose the rows that each process reads, and shuffle reproducibly.
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -171,9 +172,8 @@ class GeneratorSource(Source):
     def read(self, epoch: int, start: int, cut: Cut) -> Iterator[Part]:
         """Yields this process's parts of the batches; see `Source.read`."""
         del epoch
-        for index, batch in enumerate(self._adapter.get_jax_iterator()):
-            if index < start:
-                continue
+        batches = self._adapter.get_jax_iterator()
+        for batch in itertools.islice(batches, start, None):
             # The generator may reuse the buffers of a batch.
             yield take(
                 to_host_batch(batch),
@@ -327,17 +327,15 @@ def to_numpy(leaf: Array) -> Array:
     Returns:
       A NumPy array, or `leaf` itself if it is on several devices.
     """
-    if type(leaf) is np.ndarray or _is_distributed(leaf):
+    if type(leaf) is np.ndarray:
+        return leaf
+    if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
         return leaf
     if data_adapter_utils.is_tensorflow_sparse(leaf):
         leaf = data_adapter_utils.tf_sparse_to_jax_sparse(leaf)
     if _is_sparse(leaf):
         leaf = leaf.todense()
     return np.asarray(leaf)
-
-
-def _is_distributed(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
 
 
 def _is_sparse(value: object) -> bool:

@@ -43,9 +43,10 @@ class ArrayGroup(Sequence[Any]):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         place = range(len(self))[index]
-        if self._layout.differs(self._number, place):
-            self.arrays = self._layout.read(self._number, list(self.arrays))
-            self._layout = PLAIN
+        if place in self._layout.places.get(self._number, ()):
+            arrays = list(self.arrays)
+            self._layout.convert({self._number: arrays}, is_packed=False)
+            self.arrays, self._layout = arrays, PLAIN
         return self.arrays[place]
 
 

@@ -1,9 +1,8 @@
 """The layout of a train step's state in mapped programs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from keras_strategies._types import Groups
 from keras_strategies.keras_bridge.step_context import Group
 from keras_strategies.spmd.replica_map import replicated_spec
 
@@ -25,36 +24,25 @@ class Layout:
     Attributes:
       local_sums: The places, in the optimizer's group, of accumulated gradients
         that are each replica's own.
+      places: For each group that may differ from Keras's layout, the places
+        of the arrays that do.
       is_kept: Whether the mapped program that was traced last returns the state
         in this layout, and does not compute it in Keras's layout first.
     """
 
     local_sums: Sequence[int] = ()
+    places: Mapping[int, Collection[int]] = {}
     is_kept = True
 
-    def convert(self, state: Groups, *, is_packed: bool) -> None:
-        """Converts a state to this layout, or to Keras's; in place.
+    def convert(self, state: Mapping[int, Group], *, is_packed: bool) -> None:
+        """Converts groups to this layout, or to Keras's; in place.
 
         Args:
-          state: The groups of a state, in either layout: lists of arrays or of
+          state: All groups of a state that may differ from Keras's layout, or
+            one of them, by index, in either layout: lists of arrays or of
             shapes.
           is_packed: Whether the result has this layout.
         """
-
-    def differs(self, number: int, place: int) -> bool:
-        """Returns whether a place of a group may be in another form."""
-        del number, place
-        return False
-
-    def read(self, number: int, arrays: Group) -> Group:
-        """Returns the arrays of a group in Keras's layout.
-
-        Args:
-          number: The index of the group.
-          arrays: The group's arrays, in either layout; changed in place.
-        """
-        del number
-        return arrays
 
     def find_shardings(
         self, shardings: list[list[Any]]

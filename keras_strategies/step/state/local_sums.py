@@ -8,7 +8,7 @@ computed when they are read. From a sum, replica 0 gets the sum as its summand,
 and the others get zeros.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import NamedSharding
 
-from keras_strategies._types import Groups
 from keras_strategies.hooks.summands import (
     list_accumulators,
     unwrap,
@@ -59,6 +58,7 @@ class LocalSums(Layout):
         self._mesh, self._size = mesh, len(variables)
         targets = IdentitySet(accumulators)
         self.local_sums = [i for i, v in enumerate(variables) if v in targets]
+        self.places = {OPTIMIZER: self.local_sums}
         self.accumulators = [variables[i] for i in self.local_sums]
         self._stack = self._jit(self.stack_accumulators, is_stacked=True)
         self._sum = self._jit(self.sum_accumulators, is_stacked=False)
@@ -80,9 +80,9 @@ class LocalSums(Layout):
             done, results = mapped(to_device(arrays, self.accumulators))
             return done, to_host(results, self.accumulators)
 
-        shardings = [
-            self._find_sharding(v, is_stacked) for v in self.accumulators
-        ]
+        shardings = [get_sharding(v, self._mesh) for v in self.accumulators]
+        if is_stacked:
+            shardings = list(map(self._stack_sharding, shardings))
         return jax.jit(program, out_shardings=(None, shardings))
 
     def stack_accumulators(self, sums: list[Any]) -> tuple[Any, list[Any]]:
@@ -97,14 +97,15 @@ class LocalSums(Layout):
             arrays, axis=mesh.all_replicas, buffering=choose_buffering(mesh)
         )
 
-    def convert(self, state: Groups, *, is_packed: bool) -> None:
+    def convert(self, state: Mapping[int, Group], *, is_packed: bool) -> None:
         """Stacks the accumulators of a state, or sums them; in place.
 
         Collective, if the accumulators are stacked and shall be sums.
         """
         group = state[OPTIMIZER]
         arrays = [group[i] for i in self.local_sums]
-        if self._are_stacked(arrays) == is_packed:
+        ndim = len(self.accumulators[0].shape)
+        if (len(arrays[0].shape) > ndim) == is_packed:
             return
         program = self._stack if is_packed else self._sum
         if isinstance(arrays[0], jax.ShapeDtypeStruct):
@@ -114,57 +115,36 @@ class LocalSums(Layout):
         for i, array in zip(self.local_sums, arrays, strict=True):
             group[i] = array
 
-    def differs(self, number: int, place: int) -> bool:
-        """Returns whether a place of a group may have an accumulator."""
-        return number == OPTIMIZER and place in self.local_sums
-
-    def read(self, number: int, arrays: Group) -> Group:
-        """Sums stacked accumulators. Collective, if they are stacked."""
-        state: Any = {number: arrays}
-        self.convert(state, is_packed=False)
-        return arrays
-
-    def _are_stacked(self, arrays: Sequence[Any]) -> bool:
-        return len(arrays[0].shape) > len(self.accumulators[0].shape)
-
-    def _find_sharding(
-        self, variable: keras.Variable, is_stacked: bool
-    ) -> NamedSharding:
-        sharding, split = get_sharding(variable, self._mesh), self._mesh.split
-        if not is_stacked:
-            return sharding
-        return split.update(memory_kind=sharding.memory_kind)
+    def _stack_sharding(self, sharding: NamedSharding) -> NamedSharding:
+        return self._mesh.split.update(memory_kind=sharding.memory_kind)
 
     def find_shardings(
         self, shardings: list[list[Any]]
     ) -> Sequence[Sequence[Any]]:
         """Returns the shardings of a state with stacked accumulators."""
         found = [list(group) for group in shardings]
-        for i, variable in zip(self.local_sums, self.accumulators, strict=True):
-            found[OPTIMIZER][i] = self._find_sharding(variable, is_stacked=True)
+        for i in self.local_sums:
+            found[OPTIMIZER][i] = self._stack_sharding(found[OPTIMIZER][i])
         return found
 
     def wrap_loop(self, body: Step) -> Step:
         """Makes mapped steps take and return stacked arrays."""
 
         def call(state: Any, *args: Any) -> tuple[Any, ...]:
-            state = self._change(state, to_device)
-            state = self._change(state, lambda sums, _: [a[0] for a in sums])
-            results, new, changed = body(state, *args)
-            new = self._change(new, lambda sums, _: [a[None] for a in sums])
-            return results, self._change(new, to_host), changed
+            groups, slots = list(map(list, state)), self.local_sums
+            stacked = [groups[OPTIMIZER][i] for i in slots]
+            stacked = to_device(stacked, self.accumulators)
+            for i, array in zip(slots, stacked, strict=True):
+                groups[OPTIMIZER][i] = array[0]
+            results, new, changed = body(groups, *args)
+            groups = list(map(list, new))
+            stacked = [groups[OPTIMIZER][i][None] for i in slots]
+            stacked = to_host(stacked, self.accumulators)
+            for i, array in zip(slots, stacked, strict=True):
+                groups[OPTIMIZER][i] = array
+            return results, groups, changed
 
         return call
-
-    def _change(
-        self, state: Sequence[Group], fn: Callable[..., list[Any]]
-    ) -> list[Group]:
-        groups = list(map(list, state))
-        sums = [groups[OPTIMIZER][i] for i in self.local_sums]
-        changed = fn(sums, self.accumulators)
-        for i, array in zip(self.local_sums, changed, strict=True):
-            groups[OPTIMIZER][i] = array
-        return groups
 
     def find_specs(self) -> Any:
         """Returns the specs of the state in a mapped program."""

@@ -7,7 +7,7 @@ is one operation. The variables get their own arrays when they are read.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
-from keras_strategies._types import Groups
 from keras_strategies.hooks.summands import unwrap
 from keras_strategies.keras_bridge.step_context import Group
 from keras_strategies.kernels.scanned_blocks import find_columns
@@ -63,7 +62,7 @@ class StackedBlocks(Layout):
         mesh: ReplicaMesh,
     ) -> None:
         self._columns = columns
-        self._places = {
+        self.places = {
             number: {place for column in found for place in column}
             for number, found in columns.items()
         }
@@ -71,17 +70,17 @@ class StackedBlocks(Layout):
         self._mesh = mesh
         self.is_kept = False
 
-    def convert(self, state: Groups, *, is_packed: bool) -> None:
+    def convert(self, state: Mapping[int, Group], *, is_packed: bool) -> None:
         """Stacks the arrays of the columns, or divides the stacks; in place.
 
         The arrays that are replaced are deleted.
         """
         change = self._stack if is_packed else self._unstack
-        for number in self._columns:
-            change(number, state[number])
+        for number, group in state.items():
+            change(number, group)
 
     def _stack(self, number: int, group: Group) -> None:
-        for column in self._columns[number]:
+        for column in self._columns.get(number, ()):
             arrays = [group[i] for i in column]
             if arrays[1] is None:
                 continue
@@ -89,15 +88,6 @@ class StackedBlocks(Layout):
             group[column[0]] = self._run(stacker, *arrays)
             for i in column[1:]:
                 group[i] = None
-
-    def differs(self, number: int, place: int) -> bool:
-        """Returns whether a place of a group belongs to a column."""
-        return place in self._places.get(number, ())
-
-    def read(self, number: int, arrays: Group) -> Group:
-        """Divides the stacks of a group."""
-        self._unstack(number, arrays)
-        return arrays
 
     def _unstack(self, number: int, group: Group) -> None:
         """Divides the stacks of a group, and deletes them; in place."""

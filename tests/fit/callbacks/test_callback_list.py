@@ -6,8 +6,9 @@ import pytest
 
 from keras_strategies.fit.callbacks.callback_list import (
     QuietCallbackList,
-    make_quiet_list,
+    set_quiet_list,
 )
+from keras_strategies.fit.scope_hooks import Call
 from tests.support.combinations import combine
 from tests.support.models import compiled_in
 from tests.support.plain_keras import check_same, dense, mirrored
@@ -84,14 +85,11 @@ class Choosy(OfTrainBatches):
         return batch % 2 == 0
 
 
-def make_list(callbacks, verbose=0, model=None):
-    arguments = {
-        "callbacks": callbacks,
-        "verbose": verbose,
-        "epochs": 2,
-        "steps_per_epoch": None,
-    }
-    return make_quiet_list("fit", arguments, model or one_input(), Feed())
+def make_list(callbacks, verbose=0):
+    model = one_input()
+    call = Call(model, "fit", (), {"callbacks": callbacks, "verbose": verbose})
+    set_quiet_list(call, model, Feed())
+    return call["callbacks"]
 
 
 @pytest.mark.parametrize("name", LISTENING)

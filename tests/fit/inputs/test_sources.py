@@ -228,7 +228,9 @@ def test_fit_on_a_generator_equals_plain_keras(name):
 @no_shuffle
 def test_a_generators_arrays_are_read_before_it_goes_on():
     def fitted(is_shared):
-        model = compiled_in(mirrored(2), one_input, "adam", "mse")
+        model = compiled_in(
+            mirrored(2), one_input, "adam", "mse", steps_per_execution=3
+        )
         make = functools.partial(reusing_its_buffer, is_shared=is_shared)
         return fit(x=make, steps_per_epoch=3)(model), model.get_weights()
 

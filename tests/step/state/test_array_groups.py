@@ -6,14 +6,12 @@ from keras_strategies.step.state.array_groups import ArrayGroup
 class Sums:
     """Of which the second of three variables is an accumulator."""
 
-    count = 0
+    count, places = 0, {2: [1]}
 
-    def differs(self, number, place):
-        return (number, place) == (2, 1)
-
-    def read(self, number, arrays):
+    def convert(self, state, *, is_packed):
+        assert not is_packed
         self.count += 1
-        return [arrays[0], sum(arrays[1]), arrays[2]]
+        state[2][1] = sum(state[2][1])
 
 
 def test_entries_and_slices_are_sums_that_are_computed_once():
@@ -29,14 +27,12 @@ def test_entries_and_slices_are_sums_that_are_computed_once():
 class Stacks:
     """Of which the first two of three variables are slices."""
 
-    count = 0
+    count, places = 0, {2: [0, 1]}
 
-    def differs(self, number, place):
-        return number == 2 and place < 2
-
-    def read(self, number, arrays):
+    def convert(self, state, *, is_packed):
+        assert not is_packed
         self.count += 1
-        return [*arrays[0], *arrays[2:]]
+        state[2][:2] = state[2][0]
 
 
 def test_stacks_are_divided_when_one_of_their_entries_is_read():
