@@ -327,15 +327,17 @@ def to_numpy(leaf: Array) -> Array:
     Returns:
       A NumPy array, or `leaf` itself if it is on several devices.
     """
-    if type(leaf) is np.ndarray:
-        return leaf
-    if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
+    if type(leaf) is np.ndarray or _is_distributed(leaf):
         return leaf
     if data_adapter_utils.is_tensorflow_sparse(leaf):
         leaf = data_adapter_utils.tf_sparse_to_jax_sparse(leaf)
     if _is_sparse(leaf):
         leaf = leaf.todense()
     return np.asarray(leaf)
+
+
+def _is_distributed(leaf: object) -> bool:
+    return isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
 
 
 def _is_sparse(value: object) -> bool:
