@@ -11,7 +11,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies._types import Tree
+from keras_strategies._types import Batch, Tree
 from keras_strategies.fit.inputs import feed
 from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.ported_code import explaining_errors
@@ -294,8 +294,7 @@ class StepFunctionCache:
         def run(
             state: Sequence[Any], segment: Segment
         ) -> Iterator[tuple[Any, Any]]:
-            data = jax.device_put(segment.data, mesh.whole)
-            data = cut_padding(data, segment.shape)
+            data = cut_padding(_replicate(segment.data, mesh), segment.shape)
             state = list(map(to_device, state, variables))
             steps, done = segment.steps, []
             for batch in [data] if steps == 1 else unstack_steps(data, steps):
@@ -373,6 +372,13 @@ def _read_execution(
     placed = [feed.place_batch(batch, mesh) for batch in batches]
     segments = tuple(part for each in placed for part in each.segments)
     return dataclasses.replace(placed[0], segments=segments)
+
+
+def _replicate(data: Batch, mesh: ReplicaMesh) -> Batch:
+    """Replicates arrays on every device."""
+    if mesh.num_processes == 1:
+        return jax.device_put(data, mesh.whole)
+    return jax.jit(lambda value: value, out_shardings=mesh.whole)(data)
 
 
 def _concatenate(outputs: list[Any]) -> Tree:
