@@ -205,7 +205,7 @@ class RunProgram:
             for reference, flag in self._trainable
         )
 
-    def __call__(self, leaves: list[Any], last: dict[int, Any]) -> Tree:
+    def __call__(self, leaves: list[Any], last: Owned) -> Tree:
         """Runs the function once on every replica.
 
         Args:
@@ -236,7 +236,7 @@ class RunProgram:
             self._check_last()
         return self._make_results(report, arrays, sums)
 
-    def _collect_state(self, last: dict[int, Any]) -> tuple[Any, Any]:
+    def _collect_state(self, last: Owned) -> tuple[Any, Any]:
         """Returns the values of written and read variables for the program."""
         written, read, mesh = self._written, self._read, self._mesh
         values = [v._value for v in written]
@@ -245,9 +245,8 @@ class RunProgram:
         # Arrays that a program returned, and that only the variables refer to,
         # can be donated. Others are checked, and copied if used elsewhere.
         if is_rivalled or not are_unshared(values, references):
-            arrays = (reference() for reference in references if reference)
-            owned = Owned((id(a), a) for a in arrays if a is not None)
-            owned = None if is_rivalled else owned
+            pairs = zip(map(id, values), references, strict=True)
+            owned = None if is_rivalled else {k: r for k, r in pairs if r}
             take_ownership(values, written, (), owned, mesh, donate=True)
         shared = [v._value for v in read]
         if not refer_to(self._last_read, shared):

@@ -116,7 +116,7 @@ class StepFunctionCache:
         self._last: dict[str, Any] = {}
         # The arrays that steps returned in earlier calls of `fit` and similar
         # methods.
-        self._arrays = model_variables.Owned()
+        self._arrays: model_variables.Owned = {}
         self.places: dict[str, tuple[int, int] | None] = {}
         model_variables.note_devices(mesh)
         model_variables.models_in_loops.add(model)
@@ -134,8 +134,8 @@ class StepFunctionCache:
         Args:
           kind: `"train"`, `"test"` or `"predict"`.
         """
-        for arrays in get_arrays(self._last.pop(kind, ())):
-            self._arrays.update((id(a), a) for a in arrays if a is not None)
+        last = get_arrays(self._last.pop(kind, ()))
+        self._arrays = model_variables.update_owned(self._arrays, last)
 
     def reset(self) -> None:
         """Discards all step functions, so that they are compiled again."""

@@ -29,9 +29,9 @@ from keras_strategies.variables.abstract_variables import refuse_abstract
 from keras_strategies.variables.shardings import get_sharding
 from keras_strategies.variables.variable_creator import variable_creator_scope
 
-Owned = weakref.WeakValueDictionary[int, Any]
-"""Arrays that steps returned, by their ids. No other array shares the buffers
-of these arrays."""
+Owned = dict[int, "weakref.ref[Any]"]
+"""Weak references, by id, to arrays that steps returned. No other array shares
+the buffers of these arrays."""
 
 _device_sets: set[frozenset[jax.Device]] = set()
 """The devices of every strategy whose steps may donate their state."""
@@ -221,9 +221,7 @@ def take_ownership(
             value = copy_with_sharding(value, sharding)
         elif donate:
             known = sum(i < len(h) and h[i] is value for h in holders)
-            is_ours = owned is not None and (
-                known or owned.get(id(value)) is value
-            )
+            is_ours = owned is not None and (known or _is_among(value, owned))
             num_others = counts[i] - baseline - known
             # The variable itself may also refer to the array. If anything else
             # does, the array must not be donated.
@@ -280,6 +278,20 @@ def refer_to(references: list[Any], values: Group) -> bool:
         reference() is value
         for reference, value in zip(references, values, strict=True)
     )
+
+
+def update_owned(owned: Owned, state: Sequence[Group]) -> Owned:
+    """Returns `owned` without arrays that are gone, plus a state's arrays."""
+    owned = {key: array for key, array in owned.items() if array() is not None}
+    for group in state:
+        arrays = [array for array in group if array is not None]
+        owned |= {id(array): weakref.ref(array) for array in arrays}
+    return owned
+
+
+def _is_among(array: object, owned: Owned) -> bool:
+    reference = owned.get(id(array))
+    return reference is not None and reference() is array
 
 
 def _count_references(group: Group) -> list[int]:

@@ -55,9 +55,10 @@ class Projection:
         if bias is not None and over_columns:
             # A bias has the output's last dimensions, which include the
             # columns.
-            others = [None] * (len(bias.shape) - len(self.columns))
-            columns = (kernel_axes[column] for column in self.columns)
-            by_name["bias"] = (*others, *columns)
+            num_others = len(bias.shape) - len(self.columns)
+            if num_others >= 0:
+                columns = (kernel_axes[column] for column in self.columns)
+                by_name["bias"] = (*[None] * num_others, *columns)
         return select_by_name(self.layer, by_name)
 
 
