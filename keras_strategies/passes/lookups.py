@@ -142,12 +142,11 @@ class Lookups:
         """
         (_, ids), (result,) = equation.invars, equation.outvars
         params, numbers = equation.params, equation.params["dimension_numbers"]
+        offset_dims = tuple(d + 1 for d in numbers.offset_dims)
         columns = jax.lax.gather(
             shard,
             self._gather_ids(ids),
-            numbers._replace(
-                offset_dims=tuple(d + 1 for d in numbers.offset_dims)
-            ),
+            numbers._replace(offset_dims=offset_dims),
             tuple(map(min, params["slice_sizes"], shard.shape)),
             mode=params["mode"],
             fill_value=params["fill_value"],

@@ -73,42 +73,36 @@ class Update:
 
 
 class _Collected(threading.local):
+    """The updates of the trace that a thread makes.
+
+    Attributes:
+      updates: Those that are marked in it, by name, or None.
+      known: The updates of an earlier trace of the same step, by name, whose
+        jaxprs may be used again.
+    """
+
     updates: dict[str, Update] | None = None
     known: Mapping[str, Update] = MappingProxyType({})
 
 
-_collected = _Collected()
+collected = _Collected()
 
 
 @contextlib.contextmanager
 def collect_updates() -> Iterator[dict[str, Update]]:
     """Yields a dict that collects the updates marked in a `with` block."""
-    before, updates = _collected.updates, dict[str, Update]()
-    _collected.updates = updates
+    before, updates = collected.updates, dict[str, Update]()
+    collected.updates = updates
     try:
         yield updates
     finally:
-        _collected.updates = before
+        collected.updates = before
 
 
 def collect(updates: Mapping[str, Update]) -> None:
     """Adds the updates of a trace that is computed in a collecting block."""
-    if _collected.updates is not None:
-        _collected.updates.update(updates)
-
-
-@contextlib.contextmanager
-def reusing_updates(known: Mapping[str, Update]) -> Iterator[None]:
-    """Lets a block that traces a step again reuse the jaxprs of its updates.
-
-    Args:
-      known: The updates of the first trace, by name.
-    """
-    before, _collected.known = _collected.known, known
-    try:
-        yield
-    finally:
-        _collected.known = before
+    if collected.updates is not None:
+        collected.updates.update(updates)
 
 
 def is_collecting() -> bool:
@@ -118,7 +112,7 @@ def is_collecting() -> bool:
     (`replay.py`) or run in lockstep (`lockstep.py`), because the replicas then
     synchronize at each collective.
     """
-    return _collected.updates is not None and replay.current.side is None
+    return collected.updates is not None and replay.current.side is None
 
 
 def mark_update(
@@ -149,8 +143,8 @@ def mark_update(
       The new values. Empty, without an equation, if `update` returns further
       values.
     """
-    assert _collected.updates is not None
-    name = f"{_PREFIX}{len(_collected.updates)}"
+    assert collected.updates is not None
+    name = f"{_PREFIX}{len(collected.updates)}"
     traced = _find_known(name, key, [*gradients, *values])
     traced = traced or _trace(update, gradients, values)
     if len(traced.out_avals) > len(values):
@@ -164,7 +158,7 @@ def mark_update(
         divisor=divisor,
         key=key,
     )
-    _collected.updates[name] = marked
+    collected.updates[name] = marked
 
     def compute(
         captured: list[Any], gradients: list[Any], values: list[Any]
@@ -190,7 +184,7 @@ def _find_known(
     name: str, key: Sequence[object], operands: list[Any]
 ) -> ClosedJaxpr | None:
     """Returns the jaxpr of the same update in an earlier trace of the step."""
-    known = _collected.known.get(name)
+    known = collected.known.get(name)
     if known is None or known.num_captured or len(known.key) != len(key):
         return None
     is_same = all(map(operator.is_, known.key, key))

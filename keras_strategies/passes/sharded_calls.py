@@ -14,11 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from keras_strategies._types import Array
-from keras_strategies.passes.lookups import (
-    find_columns,
-    is_float,
-    sums_rows,
-)
+from keras_strategies.passes.lookups import find_columns, is_float, sums_rows
 from keras_strategies.passes.specs import (
     Sharded,
     find_split,
@@ -202,9 +198,7 @@ def find_lookups(
 
 
 def find_gathers(
-    equations: Sequence[Any],
-    sharded: set[Var],
-    lookups: Set[Var],
+    equations: Sequence[Any], sharded: set[Var], lookups: Set[Var]
 ) -> dict[int, list[Gathered]]:
     """Finds the values that each equation must gather before it is computed.
 
@@ -249,9 +243,7 @@ def find_gathers(
 
 
 def find_scattered(
-    equations: Sequence[Any],
-    scattered: dict[Var, Sharded],
-    uses: Counter[Var],
+    equations: Sequence[Any], scattered: dict[Var, Sharded], uses: Counter[Var]
 ) -> dict[Var, Sharded]:
     """Finds the variables whose sums are scattered where they are computed.
 
@@ -269,11 +261,10 @@ def find_scattered(
             read |= dict.fromkeys(variables(equation.invars), spec)
 
     def sink(variable: Var | Literal, spec: Sharded) -> bool:
-        if isinstance(variable, Literal) or uses[variable] != 1:
+        is_literal = isinstance(variable, Literal)
+        if is_literal or uses[variable] != 1 or variable not in makers:
             return False
-        maker = makers.get(variable)
-        if maker is None:
-            return False
+        maker = makers[variable]
         is_inner = is_call(maker)
         if is_loop(maker):
             position = maker.outvars.index(variable)

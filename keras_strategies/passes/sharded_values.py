@@ -91,11 +91,13 @@ class ShardedInterpreter:
 
     def is_sharded(self, variable: Var | Literal) -> bool:
         """Returns whether only this replica's shard of a value is available."""
-        return (
-            not isinstance(variable, Literal)
-            and variable in self._shards
-            and variable not in self._full
-        )
+        is_shard = self._find_shard(variable) is not None
+        return is_shard and variable not in self._full
+
+    def _find_shard(self, variable: Var | Literal) -> Any:
+        """Returns this replica's shard of a value and its spec, or None."""
+        is_literal = isinstance(variable, Literal)
+        return None if is_literal else self._shards.get(variable)
 
     def full(self, variable: Var | Literal) -> Array:
         """Returns the full value of a variable; gathers it if it is sharded.
@@ -118,10 +120,9 @@ class ShardedInterpreter:
         Returns:
           An array whose size in dimension `spec.dim` is that of one shard.
         """
-        if not isinstance(variable, Literal) and variable in self._shards:
-            shard, shard_spec = self._shards[variable]
-            if shard_spec.dim == spec.dim:
-                return shard
+        found = self._find_shard(variable)
+        if found is not None and found[1].dim == spec.dim:
+            return found[0]
         return self._exchange.cut(jnp.asarray(self.full(variable)), spec)
 
     def sum(self, variable: Var | Literal, spec: Sharded) -> Array:
@@ -229,13 +230,10 @@ class ShardedInterpreter:
         shards = list(dict.fromkeys(shards))
         if not others or not shards:
             return not shards
-        tied, parts = jax.lax.optimization_barrier(
-            (
-                [self._full[v] for v in others],
-                [self._shards[v][0] for v in shards],
-            )
-        )
-        self._full.update(zip(others, tied, strict=True))
+        values = [self._full[v] for v in others]
+        parts = [self._shards[v][0] for v in shards]
+        values, parts = jax.lax.optimization_barrier((values, parts))
+        self._full.update(zip(others, values, strict=True))
         for variable, part in zip(shards, parts, strict=True):
             self.set(variable, part, self._shards[variable][1])
         return True
@@ -247,9 +245,8 @@ class ShardedInterpreter:
         is_sharded = all(map(self.is_sharded, equation.invars))
         if not keeps_shards(equation) or not is_sharded:
             return False
-        shards, specs = zip(
-            *(self._shards[v] for v in equation.invars), strict=True
-        )
+        held = [self._shards[v] for v in equation.invars]
+        shards, specs = zip(*held, strict=True)
         if len(set(specs)) > 1:
             return False
         shard, spec, params = shards[0], specs[0], equation.params
@@ -305,11 +302,11 @@ class ShardedInterpreter:
         gather it again.
         """
         variable = equation.invars[position]
-        if isinstance(variable, Literal) or variable not in self._shards:
+        found = self._find_shard(variable)
+        if found is None:
             return False
         if is_loop(equation):
-            _, spec = self._shards[variable]
-            return reads_slices(equation, position, spec)
+            return reads_slices(equation, position, found[1])
         return is_rematerialized(equation) or self.is_sharded(variable)
 
     def _enter(self, equation: Equation, places: dict[Var, Sharded]) -> None:
@@ -323,6 +320,7 @@ class ShardedInterpreter:
         out_specs = [places.get(v) for v in equation.outvars]
         inner_specs = [[spec for _, spec in entering], out_specs]
         if is_loop(equation):
+            self._exchange.note_loop()
             inner_specs = [
                 [None if spec is None else slice_spec(spec) for spec in specs]
                 for specs in inner_specs
@@ -331,8 +329,6 @@ class ShardedInterpreter:
         def inner(*operands: Array) -> list[Any]:
             return self._call(equation, operands, *inner_specs)
 
-        if is_loop(equation):
-            self._exchange.note_loop()
         results = compute_call(equation, [v for v, _ in entering], inner)
         for variable, spec, result in zip(
             equation.outvars, out_specs, results, strict=True

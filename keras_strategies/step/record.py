@@ -23,8 +23,9 @@ from keras_strategies.keras_bridge.step_context import (
     StepNotes,
 )
 from keras_strategies.passes import traces
-from keras_strategies.passes.marked_updates import reusing_updates
+from keras_strategies.passes.marked_updates import collected
 from keras_strategies.passes.stages import get_shape
+from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import (
     replica_map,
@@ -165,7 +166,7 @@ class StepTracer:
             # Not two: a trace of two rows stands for one of a single row.
             rows = rows if rows > 2 else 4
         with (
-            reusing_updates(record.traced.updates),
+            temporary_attribute(collected, "known", record.traced.updates),
             warnings.catch_warnings(),
         ):
             # The first trace has warned already.
