@@ -115,10 +115,7 @@ def _compute_attention(
 
 
 def find_reason_against_kernel(
-    mesh: ReplicaMesh,
-    *,
-    flash_attention: bool | None = None,
-    **arguments: Any,
+    mesh: ReplicaMesh, *, flash_attention: bool | None = None, **arguments: Any
 ) -> str | None:
     """Returns why attention is computed by XLA instead of by the kernel.
 

@@ -9,6 +9,9 @@ import numpy as np
 
 from keras_strategies._types import Array
 
+LANES = 128
+"""Sequence lengths are padded to multiples of this number of a TPU's lanes."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class AttentionMask:
@@ -74,20 +77,18 @@ def make_causal(mask: AttentionMask, query: Array, key: Array) -> AttentionMask:
 
 
 def pad_mask(
-    mask: AttentionMask,
-    queries: tuple[int, ...],
-    keys: tuple[int, ...],
-    multiple: int,
+    mask: AttentionMask, queries: tuple[int, ...], keys: tuple[int, ...]
 ) -> AttentionMask:
     """Returns a mask that excludes the keys by which lengths are padded.
+
+    The padded lengths are multiples of `LANES`.
 
     Args:
       mask: The mask.
       queries: The numbers of rows and of queries.
       keys: The numbers of rows and of keys.
-      multiple: The number of which the padded lengths are multiples.
     """
-    more_queries, more_keys = (-n % multiple for _, n in (queries, keys))
+    more_queries, more_keys = (-n % LANES for _, n in (queries, keys))
     if not more_queries and not more_keys:
         return mask
     # Without it, the last queries attend to keys of the padding.
@@ -98,12 +99,11 @@ def pad_mask(
         *(((0, 0), (0, n)) for n in (more_queries, more_keys) * 2),
         ((0, 0), (0, 0), (0, more_queries), (0, more_keys)),
     ]
-    return mask.with_arrays(
-        [
-            None if array is None else jnp.pad(array, width)
-            for array, width in zip(mask.arrays, widths, strict=True)
-        ]
-    )
+    padded = [
+        None if array is None else jnp.pad(array, width)
+        for array, width in zip(mask.arrays, widths, strict=True)
+    ]
+    return mask.with_arrays(padded)
 
 
 def find_queries_with_keys(

@@ -171,12 +171,10 @@ def map_over_cores(
         out_specs=out_spec,
         is_global=trace.is_global,
     )
-    results = mapped(
-        *(
-            pad_rows(x, missing, padding)
-            if missing and x is not None and any(tuple(spec)[:1])
-            else x
-            for x, spec in zip(arrays, specs, strict=True)
-        )
-    )
-    return jax.tree.map(lambda result: result[:count], results)
+    padded = [
+        pad_rows(x, missing, padding)
+        if missing and x is not None and any(tuple(spec)[:1])
+        else x
+        for x, spec in zip(arrays, specs, strict=True)
+    ]
+    return jax.tree.map(lambda result: result[:count], mapped(*padded))

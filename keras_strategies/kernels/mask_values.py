@@ -205,9 +205,8 @@ class Value:
         """Returns the mask's dimensions along which the value may change."""
         value = self.skip_moves()
         dims = {dim for dim in value.dims if dim is not None}
-        if not {QUERIES, KEYS} <= dims:
-            return dims
-        if value.name not in (*BY_ENTRY, *_COUNTS):
+        is_known = value.name in (*BY_ENTRY, *_COUNTS)
+        if not is_known or not {QUERIES, KEYS} <= dims:
             return dims
         found = dims & {value._counted} if value.name in _COUNTS else set[int]()
         return found.union(*(v.find_dims() for v in value.operands))

@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from keras_strategies._types import Array
 from keras_strategies.kernels.attention_mask import (
+    LANES,
     AttentionMask,
     count_pairs,
     find_queries_with_keys,
@@ -19,9 +20,6 @@ from keras_strategies.kernels.attention_mask import (
 )
 from keras_strategies.passes.hlo import KERNELS
 from keras_strategies.passes.stages import names_in
-
-LANES = 128
-"""Sequence lengths are padded to multiples of this number of a TPU's lanes."""
 
 _MAX_PADDING = 1.25
 """The largest number of scores with padding, divided by that without, for which
@@ -74,8 +72,7 @@ def find_reasons(
     if dtype not in DTYPES:
         yield f"the dtype {dtype}"
     for name, number in (("scale", scale), ("cap", attn_logits_soft_cap)):
-        shape = () if number is None else jnp.shape(number)
-        if shape:
+        if shape := np.shape(number):
             yield f"a {name} of shape {shape}"
     if isinstance(attn_logits_soft_cap, Tracer):
         yield "a cap of the scores that the step computes"
@@ -142,7 +139,7 @@ def splash_attention(
     length, heads, depth = query.shape[1], query.shape[2], value.shape[-1]
     mean = jnp.mean(value, axis=1, keepdims=True, dtype="float32")
     mean = jnp.repeat(mean, heads // value.shape[2], axis=2)
-    mask = pad_mask(mask, query.shape[:2], key.shape[:2], LANES)
+    mask = pad_mask(mask, query.shape[:2], key.shape[:2])
     query, key, value = map(_pad, (query, key, value))
     queries, keys = query.shape[1], key.shape[1]
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
@@ -150,13 +147,15 @@ def splash_attention(
     if mask.scores is None:
         with jax.ensure_compile_time_eval():
             kernel = _make_kernel(
-                heads, queries, keys, mask.left, mask.right, soft_cap
+                heads, (queries, keys), (mask.left, mask.right), soft_cap
             )
         segments = _make_segments(query, key, mask)
         with jax.named_scope(f"{KERNELS}{q.size // queries * pairs}"):
             result = jax.vmap(kernel)(q, k, v, segments)
     else:
-        result = _attend_by_scores(q, k, v, mask.scores, pairs, soft_cap)
+        masks = jnp.broadcast_to(mask.scores, (len(q), *mask.scores.shape[1:]))
+        attend = functools.partial(_attend_at_once, pairs, soft_cap)
+        result = _attend_in_groups(attend, (q, k, v, masks))
     result = jnp.swapaxes(result, 1, 2)[:, :length, :, :depth]
     has_keys = find_queries_with_keys(mask, queries, keys)
     if has_keys is None:
@@ -175,24 +174,22 @@ def _round_up(size: int) -> int:
     return -(-size // LANES) * LANES
 
 
+_Limits = tuple[int | None, int | None]
+
+
 @functools.lru_cache(maxsize=64)
 def _make_kernel(
-    heads: int,
-    queries: int,
-    keys: int,
-    left: int | None,
-    right: int | None,
-    soft_cap: float | None,
+    heads: int, shape: tuple[int, int], limits: _Limits, soft_cap: float | None
 ) -> Any:
     """Makes a kernel for one row of the batch, with a mask known in advance."""
-    masks, shape = _import_splash()[1], (queries, keys)
-    if left is None and right is None:
+    _, masks = _import_splash()
+    if limits == (None, None):
         mask = masks.FullMask(shape)
     else:
-        mask = masks.LocalMask(shape, (left, right), offset=0)
-        mask.mask_function = _compute_once(mask.mask_function, left, right)
+        mask = masks.LocalMask(shape, limits, offset=0)
+        mask.mask_function = _compute_once(mask.mask_function, *limits)
     mask = masks.MultiHeadMask([mask] * heads)
-    kernel = _make_splash(mask, queries, keys, soft_cap)
+    kernel = _make_splash(mask, *shape, soft_cap)
     # As arrays of JAX, these constants would belong to the current devices.
     return jax.tree.map(np.asarray, kernel)
 
@@ -224,13 +221,9 @@ def _compute_once(
     return compute_mask
 
 
-def _attend_by_scores(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    scores: Array,
-    pairs: int,
-    soft_cap: float | None,
+def _attend_in_groups(
+    attend: Callable[[Sequence[jax.Array]], jax.Array],
+    arrays: Sequence[jax.Array],
 ) -> jax.Array:
     """Computes attention with a mask that is only known to the running program.
 
@@ -240,21 +233,16 @@ def _attend_by_scores(
     the same operations.
 
     Args:
-      query: An array of shape (batch, heads, T, depth).
-      key: An array of shape (batch, heads or a divisor of it, S, depth).
-      value: An array of the key's shape, except for the depth.
-      scores: See `AttentionMask`.
-      pairs: The number of pairs of a query and a key in one row and head.
-      soft_cap: See `splash_attention`.
+      attend: A function that computes some rows; see `_attend_at_once`.
+      arrays: The query, the key, the value and the masks of all rows.
     """
-    rows, heads, length, _ = query.shape
-    masks = jnp.broadcast_to(scores, (rows, *scores.shape[1:]))
-    attend = functools.partial(_attend_at_once, pairs=pairs, soft_cap=soft_cap)
-    groups = -(-rows // count_rows_at_once(heads, length, key.shape[2]))
+    rows, heads, length, _ = arrays[0].shape
+    at_once = count_rows_at_once(heads, length, arrays[1].shape[2])
+    groups = -(-rows // at_once)
     size = -(-rows // groups)
     parts = [
         pad_rows(x, groups * size - rows).reshape(groups, size, *x.shape[1:])
-        for x in (query, key, value, masks)
+        for x in arrays
     ]
     return _join_dims(jax.lax.map(attend, parts))[:rows]
 
@@ -265,7 +253,7 @@ def pad_rows(array: Array, count: int, mode: str = "constant") -> jax.Array:
 
 
 def _attend_at_once(
-    part: Sequence[jax.Array], pairs: int, soft_cap: float | None
+    pairs: int, soft_cap: float | None, part: Sequence[jax.Array]
 ) -> jax.Array:
     """Computes attention with one call of the kernel.
 
@@ -273,9 +261,10 @@ def _attend_at_once(
     loop, so here the heads of all rows are the kernel's heads.
 
     Args:
-      part: Some rows of the query, of the key, of the value and of the masks.
-      pairs: See `_attend_by_scores`.
+      pairs: The number of pairs of a query and a key in one row and head.
       soft_cap: See `splash_attention`.
+      part: Some rows of the query and of the key, of shape (rows, heads,
+        length, depth), of the value and of the masks.
     """
     query, key, value, masks = part
     rows, heads, length, _ = query.shape

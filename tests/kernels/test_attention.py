@@ -51,6 +51,10 @@ BATCH, LENGTH, HEADS, DEPTH = 3, 128, 2, 8
 RNG = np.random.default_rng(0)
 
 
+def slow(*args):
+    return pytest.param(*args, marks=pytest.mark.slow)
+
+
 def drawn(*shape):
     return RNG.normal(size=shape).astype("float32")
 
@@ -152,45 +156,19 @@ def test_attention_for_tpus_is_what_its_arguments_say(
 
 
 @pytest.mark.parametrize("cap", [None, 0.5])
-@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("which", [0, 1, 2, None])
 def test_the_dtype_is_a_common_one(on_tpu, cap, which):
     dtypes = ["bfloat16"] * 3
-    dtypes[which] = "float32"
-    arrays = [
-        jax.numpy.asarray(x, dtype)
-        for x, dtype in zip((QUERY, KEY, VALUE), dtypes, strict=True)
-    ]
+    if which is not None:
+        dtypes[which] = "float32"
+    arrays = map(jnp.asarray, (QUERY, KEY, VALUE), dtypes)
     with kernels_for(TPUS):
         found = keras_nn.dot_product_attention(
             *arrays, attn_logits_soft_cap=cap
         )
-    assert found.dtype == "float32"
-
-
-def test_dtypes_stay(on_tpu):
-    query, key, value = (
-        x.astype("bfloat16")
-        for x in map(jax.numpy.asarray, (QUERY, KEY, VALUE))
-    )
-    for cap in (None, 0.5):
-        with kernels_for(TPUS):
-            found = keras_nn.dot_product_attention(
-                query, key, value, attn_logits_soft_cap=cap
-            )
-        assert found.dtype == "bfloat16"
-        wanted = expected(QUERY, KEY, VALUE, cap=cap or 0)
-        np.testing.assert_allclose(found.astype("float32"), wanted, atol=0.05)
-
-
-def test_layers_ask_for_it(on_tpu):
-    layer = keras.layers.MultiHeadAttention(HEADS, DEPTH)
-    x = drawn(BATCH, LENGTH, HEADS * DEPTH)
-    keras_nn.jax, seen = jax, keras_nn.jax
-    wanted = layer(x, x)
-    keras_nn.jax = seen
-    with kernels_for(TPUS):
-        found = jax.jit(lambda x: layer(x, x))(x)
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert found.dtype == jnp.result_type(*dtypes)
+    wanted = expected(QUERY, KEY, VALUE, cap=cap or 0)
+    np.testing.assert_allclose(found.astype("float32"), wanted, atol=0.05)
 
 
 def note_kernels(monkeypatch):
@@ -252,11 +230,7 @@ MASKS = {
     few(
         [
             # Interpreted kernels are slow to compile.
-            pytest.param(
-                name,
-                mask,
-                marks=[] if name == "grouped, window" else pytest.mark.slow,
-            )
+            (name, mask) if name == "grouped, window" else slow(name, mask)
             for name in LAYERS
             for mask in MASKS
         ],
@@ -278,24 +252,7 @@ def test_layers_compute_the_same_with_the_kernel(monkeypatch, name, mask):
     monkeypatch.setattr(attention_module.splash, "splash_attention", seen)
 
     def call(x):
-        made = layer._compute_attention_mask(
-            x, x, **{k: v for k, v in given.items() if k != "training"}
-        )
-        query, key, value = (
-            dense(x)
-            for dense in (
-                layer._query_dense,
-                layer._key_dense,
-                layer._value_dense,
-            )
-        )
-        if name.startswith("grouped"):
-            key, value = (
-                keras.ops.repeat(x, layer.num_repeats, axis=2)
-                for x in (key, value)
-            )
-        result = layer._compute_attention(query, key, value, made)[0]
-        return keras.ops.sum(layer._output_dense(result) * gradient)
+        return keras.ops.sum(layer(x, x, **given) * gradient)
 
     wanted = jax.jit(jax.value_and_grad(call))(x)
     assert not kernels
@@ -336,7 +293,7 @@ def test_calls_of_layers_reach_the_kernel(monkeypatch):
         with kernels_for(TPUS):
             found = jax.jit(lambda t, o=options: call(t, **o))(tokens)
         np.testing.assert_allclose(found, wanted, atol=1e-5)
-    assert [arguments[3:5] for arguments in made] == [(None, None), (None, 0)]
+    assert [arguments[2] for arguments in made] == [(None, None), (None, 0)]
 
 
 @contextlib.contextmanager
@@ -627,6 +584,10 @@ def on_replicas():
     return ks.MirroredStrategy(jax.devices()[:2])
 
 
+def on_cores():
+    return cores_strategy(2, 2)
+
+
 def share_sequences():
     return cores_strategy(2, 2, context_parallel=True)
 
@@ -636,26 +597,13 @@ def share_sequences():
     [
         # The kernel's gradients are slow to compile.
         (on_replicas, 4, {"trains": False}),
-        pytest.param(on_replicas, 4, {}, marks=pytest.mark.slow),
-        pytest.param(
-            lambda: cores_strategy(1, 2), 3, {}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            lambda: cores_strategy(2, 2), 5, {}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            lambda: cores_strategy(2, 2),
-            5,
-            {"eagerly": False},
-            marks=pytest.mark.slow,
-        ),
+        slow(on_replicas, 4, {}),
+        slow(lambda: cores_strategy(1, 2), 3, {}),
+        slow(on_cores, 5, {}),
+        slow(on_cores, 5, {"eagerly": False}),
         (share_sequences, 4, {"trains": False, "eagerly": False}),
-        pytest.param(
-            share_sequences, 4, {"eagerly": False}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            share_sequences, 5, {"eagerly": False}, marks=pytest.mark.slow
-        ),
+        slow(share_sequences, 4, {"eagerly": False}),
+        slow(share_sequences, 5, {"eagerly": False}),
     ],
     ids=[
         *("replicas", "trained replicas", "cores", "replicas of cores"),

@@ -71,8 +71,28 @@ def packed(padding, segments):
     return (segments[:, :, None] == segments[:, None, :])[:, None]
 
 
+def packed_causal(padding, segments):
+    return packed(padding, segments) & causal_of_hub()[:, None]
+
+
 def halves(axis):
     return jnp.cumsum(jnp.full((LENGTH, LENGTH), 0.5), axis)
+
+
+def places():
+    return jnp.arange(LENGTH)
+
+
+def ones(dtype="float32", length=LENGTH):
+    return ops.ones((1, 1, length, length), dtype)
+
+
+def tri():
+    return jnp.tri(LENGTH, dtype=bool)
+
+
+def expand(mask):
+    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
 QUERY, KEY = np.arange(LENGTH)[:, None], np.arange(LENGTH)
@@ -93,84 +113,43 @@ RECOGNIZED = {
         (2, 0),
     ),
     "layer, padding": (by_layer(queries=1, keys=1), (None, None)),
-    "tril": (
-        lambda p, s: ops.tril(ops.ones((1, 1, LENGTH, LENGTH), "bool")),
-        (None, 0),
-    ),
-    "tril of numbers": (
-        lambda p, s: ops.tril(ops.ones((1, 1, LENGTH, LENGTH))) > 0,
-        (None, 0),
-    ),
-    "halves": (
-        lambda p, s: (halves(0) >= halves(1))[None, None],
-        (None, 0),
-    ),
+    "tril": (lambda p, s: ops.tril(ones("bool")), (None, 0)),
+    "tril of numbers": (lambda p, s: ops.tril(ones()) > 0, (None, 0)),
+    "halves": (lambda p, s: halves(0) >= halves(1), (None, 0)),
     "first part of a larger one": (
-        lambda p, s: (
-            ops.tril(ops.ones((1, 1, 50, 50)))[:, :, :LENGTH, :LENGTH] == 1
-        ),
+        lambda p, s: ops.tril(ones(length=50))[:, :, :LENGTH, :LENGTH] == 1,
         (None, 0),
     ),
-    "constant": (lambda p, s: jnp.asarray(~IS_LATER)[None, None], (None, 0)),
-    "constant window": (
-        lambda p, s: jnp.asarray((QUERY - KEY < 3) & (KEY - QUERY < 2))[
-            None, None
-        ],
-        (2, 1),
-    ),
-    "not later": (
-        lambda p, s: (
-            ~(jnp.arange(LENGTH) > jnp.arange(LENGTH)[:, None])[None, None]
-        ),
-        (None, 0),
-    ),
+    "constant": (lambda p, s: jnp.asarray(~IS_LATER), (None, 0)),
+    "constant window": (lambda p, s: jnp.asarray(IS_NEAR), (2, 1)),
+    "not later": (lambda p, s: ~(places() > places()[:, None]), (None, 0)),
     "where": (
-        lambda p, s: jnp.where(
-            jnp.tri(LENGTH, dtype=bool) & p[:, None, None], 1.0, 0.0
-        ).astype(bool),
+        lambda p, s: jnp.where(tri() & p[:, None, None], 1.0, 0.0).astype(bool),
         (None, 0),
     ),
     "where not": (
-        lambda p, s: (
-            jnp.where(
-                ~jnp.tri(LENGTH, dtype=bool)[None, None], 0, p[:, None, None, :]
-            )
-            != 0
-        ),
+        lambda p, s: jnp.where(~tri(), 0, p[:, None, None]) != 0,
         (None, 0),
     ),
     "not (later or padding)": (
         lambda p, s: ~(jnp.asarray(IS_LATER) | ~p[:, None, None]),
         (None, 0),
     ),
-    "later keys": (
-        lambda p, s: ((2 * jnp.arange(LENGTH)) >= 2 * QUERY)[None, None],
-        (0, None),
-    ),
-    "own key": (
-        lambda p, s: (jnp.arange(LENGTH) == jnp.arange(LENGTH)[:, None])[
-            None, None
-        ],
-        (0, 0),
-    ),
+    "later keys": (lambda p, s: 2 * places() >= 2 * QUERY, (0, None)),
+    "own key": (lambda p, s: places() == places()[:, None], (0, 0)),
     "one length": (
-        lambda p, s: jnp.broadcast_to(
-            jnp.arange(LENGTH) < 9, (1, 1, LENGTH, LENGTH)
-        ),
+        lambda p, s: jnp.broadcast_to(places() < 9, (1, 1, LENGTH, LENGTH)),
         (None, None),
     ),
     "lengths": (
         lambda p, s: (
             causal_of_hub()[:, None]
-            & (jnp.arange(LENGTH) < p.sum(1)[:, None])[:, None, None]
+            & (places() < p.sum(1)[:, None])[:, None, None]
         ),
         (None, 0),
     ),
     "packed": (packed, (None, None)),
-    "packed, causal": (
-        lambda p, s: packed(p, s) & causal_of_hub()[:, None],
-        (None, 0),
-    ),
+    "packed, causal": (packed_causal, (None, 0)),
     "packed, causal, padding": (
         lambda p, s: packed(p, s) & merged(p, causal_of_hub()),
         (None, 0),
@@ -216,7 +195,7 @@ def compare(make, limits, padding=PADDING, wrap=lambda f: f, enter=None):
     found = []
 
     def call(padding, segments):
-        array = make(padding, segments)
+        array = expand(make(padding, segments))
         if enter is not None:
             return enter(read)(jnp.asarray(array))
         return read(array)
@@ -291,26 +270,20 @@ NOT_RECOGNIZED = {
     "prefix": lambda p, s: causal_of_hub()[:, None] | (KEY < 3),
     "one position": lambda p, s: (
         jax.lax.broadcasted_iota("int32", (LENGTH, 1), 1) >= KEY
-    )[None, None],
+    ),
     "counts that overflow": lambda p, s: (
         jnp.cumsum(jnp.full((LENGTH, LENGTH), 2**30), 0) >= KEY
-    )[None, None],
-    "dilated": lambda p, s: jnp.asarray((QUERY - KEY) % 3 == 0)[None, None],
-    "earlier keys only": lambda p, s: (
-        jnp.arange(LENGTH) < jnp.arange(LENGTH)[:, None]
-    )[None, None],
-    "steps": lambda p, s: (
-        2 * jnp.arange(LENGTH) <= jnp.arange(LENGTH)[:, None]
-    )[None, None],
-    "reversed": lambda p, s: (
-        jnp.arange(LENGTH) + jnp.arange(LENGTH)[:, None] < LENGTH
-    )[None, None],
+    ),
+    "dilated": lambda p, s: jnp.asarray((QUERY - KEY) % 3 == 0),
+    "earlier keys only": lambda p, s: places() < places()[:, None],
+    "steps": lambda p, s: 2 * places() <= places()[:, None],
+    "reversed": lambda p, s: places() + places()[:, None] < LENGTH,
     "positions of a row": lambda p, s: (s[:, None] <= s[:, :, None])[:, None],
     "other segments": lambda p, s: ~packed(p, s),
     "by heads": lambda p, s: jnp.broadcast_to(
         p[:1, :HEADS, None, None], (1, HEADS, LENGTH, LENGTH)
     ),
-    "nothing": lambda p, s: jnp.tri(LENGTH, dtype=bool)[None, None] & False,
+    "nothing": lambda p, s: tri() & False,
     "constants by heads": lambda p, s: jnp.asarray(
         np.stack([~IS_LATER, IS_NEAR])[None]
     ),
@@ -325,7 +298,7 @@ def test_other_arrays_stay_arrays(make):
     found = []
 
     def call(padding, segments):
-        array = make(padding, segments)
+        array = expand(make(padding, segments))
         found.append(recognize_mask(array, X, X))
         return array
 
@@ -387,8 +360,7 @@ def make_leaf(random, padding, segments):
         lambda: counts[:, None] >= counts,
         lambda: jnp.tril(jnp.ones((ROWS, 1, LENGTH, LENGTH), bool), offset),
     ]
-    part = parts[random.integers(len(parts))]()
-    return part.reshape((1,) * (4 - part.ndim) + part.shape)
+    return expand(parts[random.integers(len(parts))]())
 
 
 COMBINED = [
