@@ -5,6 +5,7 @@ import keras
 import pytest
 
 from tests.support.abstract_pairs import assert_same
+from tests.support.hub import make_backbone
 
 pytestmark = [
     pytest.mark.keras_hub,
@@ -67,8 +68,7 @@ OUTPUTS = "sequence_output", "decoder_sequence_output"
 
 
 def build(name):
-    hub = pytest.importorskip("keras_hub", reason="./run test -m keras_hub")
-    backbone = getattr(hub.models, f"{name}Backbone")(**CASES[name])
+    backbone = make_backbone(name, **CASES[name])
     output = backbone.output
     if isinstance(output, dict):
         output = next(output[key] for key in OUTPUTS if key in output)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from tests.support.hub import make_causal_lm
 from tests.support.strategies import make_strategy
 
 pytestmark = [
@@ -20,7 +21,11 @@ SIZES = {
     "intermediate_dim": 32,
 }
 HEADS = {"num_query_heads": 2, "num_key_value_heads": 1}
-OF_GEMMA = {"head_dim": 8, "final_logit_soft_cap": 5.0}
+MODELS = {
+    "Llama": HEADS,
+    "Gemma": HEADS | {"head_dim": 8, "final_logit_soft_cap": 5.0},
+    "GPT2": {"num_heads": 2, "max_sequence_length": LENGTH, "dropout": 0.0},
+}
 RANDOM = np.random.default_rng(0)
 X = {
     "token_ids": RANDOM.integers(0, WORDS, size=(22, LENGTH)),
@@ -29,37 +34,14 @@ X = {
 Y = RANDOM.integers(0, WORDS, size=(22, LENGTH))
 
 
-def hub():
-    return pytest.importorskip("keras_hub", reason="./run test -m keras_hub")
-
-
-def llama():
-    models = hub().models
-    return models.LlamaCausalLM(models.LlamaBackbone(**SIZES, **HEADS))
-
-
-def gemma():
-    models = hub().models
-    backbone = models.GemmaBackbone(**SIZES, **HEADS, **OF_GEMMA)
-    return models.GemmaCausalLM(backbone)
-
-
-def gpt2():
-    models = hub().models
-    backbone = models.GPT2Backbone(
-        **SIZES, num_heads=2, max_sequence_length=LENGTH, dropout=0.0
-    )
-    return models.GPT2CausalLM(backbone)
-
-
-def train(make, name, path, *, is_blocked):
+def train(model, name, path, *, is_blocked):
     """Fits, evaluates, and resumes in another model."""
     keras.utils.set_random_seed(0)
     found = []
     for k in range(2):
         strategy = make_strategy(name)
         with strategy.scope():
-            task = make()
+            task = make_causal_lm(model, **SIZES, **MODELS[model])
             if is_blocked:
                 ks.experimental.blocked_head(task, block_size=128)
             task.compile(keras.optimizers.SGD(0.1, momentum=0.9))
@@ -78,10 +60,10 @@ def train(make, name, path, *, is_blocked):
 
 
 @pytest.mark.parametrize("name", ["mirrored2", "sharded3"])
-@pytest.mark.parametrize("make", [llama, gemma, gpt2])
-def test_numbers_are_those_of_all_logits(make, name, tmp_path):
+@pytest.mark.parametrize("model", MODELS)
+def test_numbers_are_those_of_all_logits(model, name, tmp_path):
     path = tmp_path / "task.weights.h5"
-    wanted = train(make, "one", path, is_blocked=False)
-    found = train(make, name, path, is_blocked=True)
+    wanted = train(model, "one", path, is_blocked=False)
+    found = train(model, name, path, is_blocked=True)
     for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         np.testing.assert_allclose(a, b, atol=3e-5)

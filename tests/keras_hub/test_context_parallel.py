@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from tests.support.hub import make_bert_classifier, make_causal_lm
 from tests.support.strategies import cores_strategy
 
 pytestmark = [
@@ -30,36 +31,23 @@ X = {
 Y = RANDOM.integers(0, WORDS, (ROWS, LENGTH))
 
 
-def hub():
-    return pytest.importorskip("keras_hub", reason="./run test -m keras_hub")
-
-
 def llama():
-    models = hub().models
     heads = {"num_query_heads": 4, "num_key_value_heads": 2}
-    task = models.Llama3CausalLM(models.Llama3Backbone(**SIZES, **heads))
+    task = make_causal_lm("Llama3", **SIZES, **heads)
     ks.experimental.blocked_head(task, block_size=128)
     return task, X, Y
 
 
 def gemma():
-    models = hub().models
-    backbone = models.GemmaBackbone(
-        **SIZES,
-        num_query_heads=4,
-        num_key_value_heads=1,
-        head_dim=8,
-        final_logit_soft_cap=5.0,
-    )
-    return models.GemmaCausalLM(backbone), X, Y
+    heads = {"num_query_heads": 4, "num_key_value_heads": 1, "head_dim": 8}
+    task = make_causal_lm("Gemma", **SIZES, **heads, final_logit_soft_cap=5.0)
+    return task, X, Y
 
 
 def bert():
-    models = hub().models
-    backbone = models.BertBackbone(
-        **SIZES, num_heads=4, dropout=0.0, max_sequence_length=LENGTH
+    task = make_bert_classifier(
+        **SIZES, num_heads=4, max_sequence_length=LENGTH
     )
-    task = models.BertTextClassifier(backbone, num_classes=3, dropout=0.0)
     return task, X | {"segment_ids": IDS % 2}, Y[:, 0] % 3
 
 

@@ -13,6 +13,12 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
 from keras_strategies.variables import model_variables
+from tests.support.hub import (
+    get_hub,
+    make_backbone,
+    make_bert_classifier,
+    make_causal_lm,
+)
 from tests.support.numbers import assert_all_close
 from tests.support.strategies import cores_strategy
 
@@ -102,44 +108,28 @@ NOT_SURVEYED = {
 }
 
 
-def hub():
-    return pytest.importorskip("keras_hub", reason="./run test -m keras_hub")
-
-
 SIZES = {
     "vocabulary_size": VOCABULARY,
     "num_layers": 2,
     "hidden_dim": 16,
     "intermediate_dim": 64,
 }
+GROUPED = SIZES | {"num_query_heads": 4, "num_key_value_heads": 2}
 
 
-def gemma(lora=False):
-    models = hub().models
-    backbone = models.GemmaBackbone(
-        **SIZES, num_query_heads=4, num_key_value_heads=1, head_dim=4
-    )
-    if lora:
-        backbone.enable_lora(4)
-    return models.GemmaCausalLM(backbone)
+def gemma(rank=None):
+    heads = {"num_query_heads": 4, "num_key_value_heads": 1, "head_dim": 4}
+    return make_causal_lm("Gemma", rank=rank, **SIZES, **heads)
 
 
-def llama(lora=False):
-    models = hub().models
-    backbone = models.LlamaBackbone(
-        **SIZES, num_query_heads=4, num_key_value_heads=2
-    )
-    if lora:
-        backbone.enable_lora(4)
-    return models.LlamaCausalLM(backbone)
+def llama(rank=None):
+    return make_causal_lm("Llama", rank=rank, **GROUPED)
 
 
 def bert():
-    models = hub().models
-    backbone = models.BertBackbone(
-        **SIZES, num_heads=4, max_sequence_length=LENGTH, dropout=0.0
+    return make_bert_classifier(
+        **SIZES, num_heads=4, max_sequence_length=LENGTH
     )
-    return models.BertTextClassifier(backbone, num_classes=3, dropout=0.0)
 
 
 def words():
@@ -156,8 +146,8 @@ MODELS = {
     "gemma": (gemma, words, 1),
     "llama": (llama, words, 2),
     "bert": (bert, texts, 4),
-    "gemma-lora": (functools.partial(gemma, lora=True), words, 1),
-    "llama-lora": (functools.partial(llama, lora=True), words, 2),
+    "gemma-lora": (functools.partial(gemma, 4), words, 1),
+    "llama-lora": (functools.partial(llama, 4), words, 2),
 }
 """What makes one, its data, and its heads of keys."""
 
@@ -239,9 +229,7 @@ def laid_out(backbone, cores=2):
 
 
 def test_gemma_is_divided_as_keras_hub_divides_it():
-    backbone = hub().models.GemmaBackbone(
-        **SIZES, num_query_heads=4, num_key_value_heads=2, head_dim=4
-    )
+    backbone = make_backbone("Gemma", **GROUPED, head_dim=4)
     mesh = keras.distribution.DeviceMesh((4, 2), ["batch", "model"])
     theirs = type(backbone).get_layout_map(mesh)
     ours = laid_out(backbone)
@@ -251,45 +239,6 @@ def test_gemma_is_divided_as_keras_hub_divides_it():
         assert [a == "model" for a in ours[variable.path]] == [
             a == "model" for a in wanted
         ], variable.path
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("GPT2", {"num_heads": 4}),
-        ("Mistral", {"num_query_heads": 4, "num_key_value_heads": 2}),
-        ("Qwen", {"num_query_heads": 4, "num_key_value_heads": 2}),
-        ("T5", {"num_heads": 4}),
-        ("Falcon", {"num_attention_heads": 4}),
-        ("GPTNeoX", {"num_heads": 4}),
-        ("Bart", {"num_heads": 4}),
-        (
-            "Mixtral",
-            {
-                "num_query_heads": 4,
-                "num_key_value_heads": 2,
-                "num_experts": 4,
-                "top_k": 2,
-            },
-        ),
-    ],
-)
-def test_all_kernels_of_other_models_are_divided(name, sizes):
-    sizes = SIZES | sizes
-    backbone = getattr(hub().models, f"{name}Backbone")(**sizes)
-    found = laid_out(backbone)
-    whole = {
-        v.path
-        for v in backbone.variables
-        if len(v.shape) > 1 and "model" not in found[v.path]
-    }
-    # Tables of positions, and what routes to experts.
-    assert not {
-        path
-        for path in whole
-        if not path.endswith("embeddings") and "sparse_feedforward" not in path
-    }
-    assert any("token_embedding" in p and "model" in found[p] for p in found)
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adam])
@@ -333,7 +282,7 @@ def dividing(name):
         pattern: layout
         for make in (gemma, llama)
         for pattern, layout in ks.experimental.transformer_layout(
-            make(lora=True).backbone, 2
+            make(rank=4).backbone, 2
         ).items()
     }
     if name == "cores":
@@ -372,7 +321,6 @@ def test_lora_leaves_divided_frozen_weights_as_they_were(over, name):
 
 
 SHORT = SIZES | {"num_heads": 4, "max_sequence_length": LENGTH, "dropout": 0.0}
-GROUPED = SIZES | {"num_query_heads": 4, "num_key_value_heads": 2}
 VISION = {
     "image_shape": (16, 16, 3),
     "patch_size": 4,
@@ -420,12 +368,8 @@ FAMILIES = {
 OUTPUTS = "sequence_output", "decoder_sequence_output"
 
 
-def make_backbone(family):
-    return getattr(hub().models, f"{family}Backbone")(**FAMILIES[family])
-
-
 def classifier(family):
-    backbone = make_backbone(family)
+    backbone = make_backbone(family, **FAMILIES[family])
     output = backbone.output
     if isinstance(output, dict):
         output = next(output[key] for key in OUTPUTS if key in output)
@@ -465,7 +409,8 @@ def test_families_train_on_2_cores_as_on_one_device(family):
         ).history
         return model, history["loss"]
 
-    layout_map = ks.experimental.transformer_layout(make_backbone(family), 2)
+    backbone = make_backbone(family, **FAMILIES[family])
+    layout_map = ks.experimental.transformer_layout(backbone, 2)
     expected = train(ks.OneDeviceStrategy("cpu:0"))
     found = train(cores_strategy(2, 2, layout_map))
     assert_replicated(found[0])
@@ -480,7 +425,7 @@ def test_families_train_on_2_cores_as_on_one_device(family):
 
 @pytest.mark.parametrize("name", [n for n in SHARES if SHARES[n]])
 def test_cores_divide_most_of_each_backbone(name):
-    hub()
+    get_hub()
     from benchmarks.backbones.survey import survey
 
     keras.backend.clear_session()
@@ -492,7 +437,7 @@ def test_every_transformer_of_keras_hub_is_surveyed():
 
     names = {
         name.removesuffix("Backbone")
-        for name in dir(hub().models)
+        for name in dir(get_hub().models)
         if name.endswith("Backbone")
     }
     assert names - NOT_SURVEYED == {*TEXT, *OTHERS}
@@ -501,7 +446,7 @@ def test_every_transformer_of_keras_hub_is_surveyed():
 
 @pytest.mark.parametrize("name", [n for n in SHARES if not SHARES[n]])
 def test_backbones_without_attention_are_refused(name):
-    hub()
+    get_hub()
     from benchmarks.backbones.survey import survey
 
     with pytest.raises(ValueError, match="queries and values"):

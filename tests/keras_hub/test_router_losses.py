@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from tests.support.hub import make_causal_lm
 from tests.support.plain_keras import mirrored
 
 pytestmark = [pytest.mark.keras_hub, pytest.mark.filterwarnings("ignore")]
@@ -17,45 +18,30 @@ MASK = np.ones_like(TOKENS, "bool")
 MASK[::3, 6:] = False
 
 
-def models():
-    name = "keras_hub"
-    return pytest.importorskip(name, reason="./run test -m keras_hub").models
+SIZES = {
+    "vocabulary_size": VOCABULARY,
+    "num_layers": 2,
+    "num_query_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_dim": 16,
+    "intermediate_dim": 24,
+    "num_experts": 4,
+}
+MODELS = {
+    "Mixtral": {},
+    "QwenMoe": {
+        "moe_intermediate_dim": 16,
+        "shared_expert_intermediate_dim": 16,
+        "top_k": 2,
+        "router_aux_loss_coefficient": 0.1,
+    },
+}
 
 
-def mixtral():
-    backbone = models().MixtralBackbone(
-        vocabulary_size=VOCABULARY,
-        num_layers=2,
-        num_query_heads=2,
-        hidden_dim=16,
-        intermediate_dim=24,
-        num_key_value_heads=1,
-        num_experts=4,
-    )
-    return models().MixtralCausalLM(backbone, preprocessor=None)
-
-
-def qwen():
-    backbone = models().QwenMoeBackbone(
-        vocabulary_size=VOCABULARY,
-        num_layers=2,
-        num_query_heads=2,
-        num_key_value_heads=1,
-        hidden_dim=16,
-        intermediate_dim=24,
-        moe_intermediate_dim=16,
-        shared_expert_intermediate_dim=16,
-        num_experts=4,
-        top_k=2,
-        router_aux_loss_coefficient=0.1,
-    )
-    return models().QwenMoeCausalLM(backbone, preprocessor=None)
-
-
-def trained(strategy, build):
+def trained(strategy, name):
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = build()
+        model = make_causal_lm(name, **SIZES, **MODELS[name])
         model.compile(
             keras.optimizers.SGD(0.05),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -70,12 +56,12 @@ def trained(strategy, build):
     return history, model.get_weights(), told
 
 
-@pytest.mark.parametrize("build", [mixtral, qwen])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("replicas", [2, 3, 4])
-def test_weights_are_those_of_one_device(build, replicas):
-    losses, weights, told = trained(mirrored(replicas), build)
+def test_weights_are_those_of_one_device(name, replicas):
+    losses, weights, told = trained(mirrored(replicas), name)
     one = ks.OneDeviceStrategy("CPU:0")
-    expected_losses, expected, _ = trained(one, build)
+    expected_losses, expected, _ = trained(one, name)
     assert len(told) == 1
     np.testing.assert_allclose(losses, expected_losses, rtol=3e-5)
     for found, other in zip(weights, expected, strict=True):

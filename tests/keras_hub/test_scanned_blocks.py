@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from tests.support.hub import make_backbone
 from tests.support.numbers import assert_leaves_close
 
 pytestmark = [
@@ -27,27 +28,25 @@ FEW_HEADS = {"num_query_heads": 2, "num_key_value_heads": 1}
 LEARNED = {"num_heads": 2, "max_sequence_length": LENGTH}
 
 
-def models():
-    hub = pytest.importorskip("keras_hub", reason="./run test -m keras_hub")
-    return hub.models
-
-
-MODELS = {
-    "gpt2": lambda: models().GPT2Backbone(**SIZES, **LEARNED, dropout=0.1),
-    "llama": lambda: models().LlamaBackbone(**SIZES, **FEW_HEADS),
-    "gemma": lambda: models().GemmaBackbone(**SIZES, **FEW_HEADS, head_dim=4),
+MODELS = [
+    ("GPT2", LEARNED | {"dropout": 0.1}),
+    ("Llama", FEW_HEADS),
+    ("Gemma", FEW_HEADS | {"head_dim": 4}),
     # Each block is a layer with a sliding window and one without.
-    "gemma2": lambda: models().GemmaBackbone(
-        **SIZES | {"num_layers": 2 * BLOCKS},
-        **FEW_HEADS,
-        head_dim=4,
-        use_sliding_window_attention=True,
-        sliding_window_size=4,
-        attention_logit_soft_cap=50.0,
+    (
+        "Gemma",
+        FEW_HEADS
+        | {
+            "num_layers": 2 * BLOCKS,
+            "head_dim": 4,
+            "use_sliding_window_attention": True,
+            "sliding_window_size": 4,
+            "attention_logit_soft_cap": 50.0,
+        },
     ),
-    "bert": lambda: models().BertBackbone(**SIZES, **LEARNED),
-    "bart": lambda: models().BartBackbone(**SIZES, **LEARNED),
-}
+    ("Bert", LEARNED),
+    ("Bart", LEARNED),
+]
 
 
 def data(model):
@@ -64,8 +63,8 @@ def square(y, outputs):
     return keras.ops.mean(keras.ops.square(outputs), axis=-1)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_blocks_in_a_loop_have_the_numbers_of_unrolled_ones(name):
+@pytest.mark.parametrize(("name", "sizes"), MODELS)
+def test_blocks_in_a_loop_have_the_numbers_of_unrolled_ones(name, sizes):
     found = []
     for is_scanned in (True, False):
         strategy = ks.MirroredStrategy(
@@ -74,7 +73,7 @@ def test_blocks_in_a_loop_have_the_numbers_of_unrolled_ones(name):
         )
         with strategy.scope():
             keras.utils.set_random_seed(0)
-            model = MODELS[name]()
+            model = make_backbone(name, **SIZES | sizes)
             if is_scanned:
                 runs = ks.experimental.scan_blocks(model)
                 assert BLOCKS in map(len, runs)

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
+from tests.support.hub import get_hub, make_backbone
 from tests.support.plain_keras import mirrored
 
 pytestmark = [
@@ -34,20 +35,14 @@ LABELS = _random.integers(0, 3, size=22)
 IMAGES = _random.random((22, 32, 32, 3)).astype("float32")
 
 
-def hub():
-    return pytest.importorskip("keras_hub", reason="./run test -m keras_hub")
+SIZES = {"num_layers": 2, "hidden_dim": 16, "intermediate_dim": 32}
+LEARNED = SIZES | {"num_heads": 2, "dropout": 0.0}
 
 
 def bert():
-    models = hub().models
-    backbone = models.BertBackbone(
-        vocabulary_size=16,
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=16,
-        intermediate_dim=32,
-        max_sequence_length=12,
-        dropout=0.0,
+    models = get_hub().models
+    backbone = make_backbone(
+        "Bert", **LEARNED, vocabulary_size=16, max_sequence_length=12
     )
     tokenizer = models.BertTokenizer(
         ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS], lowercase=True
@@ -62,30 +57,22 @@ def bert():
 
 
 def gpt2():
-    models = hub().models
+    models = get_hub().models
     letters = sorted({*"".join(WORDS), "Ġ"})
     merges = ["Ġ t", "h e", "Ġt he", "Ġ f", "o x", "Ġf ox", "q u"]
     pieces = letters + [m.replace(" ", "") for m in merges]
     vocabulary = {p: i for i, p in enumerate([*pieces, "<|endoftext|>"])}
     tokenizer = models.GPT2Tokenizer(vocabulary=vocabulary, merges=merges)
     prepare = models.GPT2CausalLMPreprocessor(tokenizer, sequence_length=16)
-    backbone = models.GPT2Backbone(
-        vocabulary_size=len(vocabulary),
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=16,
-        intermediate_dim=32,
-        max_sequence_length=16,
-        dropout=0.0,
-    )
-    backbone.enable_lora(4)
+    sizes = {"vocabulary_size": len(vocabulary), "max_sequence_length": 16}
+    backbone = make_backbone("GPT2", rank=4, **LEARNED, **sizes)
     return models.GPT2CausalLM(backbone, preprocessor=prepare), prepare
 
 
 def gemma(dtype="float32", *, int8=False, lora=False):
     import sentencepiece
 
-    models = hub().models
+    models = get_hub().models
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS),
@@ -104,13 +91,12 @@ def gemma(dtype="float32", *, int8=False, lora=False):
     )
     tokenizer = models.GemmaTokenizer(proto=model.getvalue())
     prepare = models.GemmaCausalLMPreprocessor(tokenizer, sequence_length=12)
-    backbone = models.GemmaBackbone(
+    backbone = make_backbone(
+        "Gemma",
+        **SIZES,
         vocabulary_size=tokenizer.vocabulary_size(),
-        num_layers=2,
         num_query_heads=2,
         num_key_value_heads=1,
-        hidden_dim=16,
-        intermediate_dim=32,
         head_dim=8,
         dtype=dtype,
     )
@@ -122,8 +108,8 @@ def gemma(dtype="float32", *, int8=False, lora=False):
 
 
 def resnet():
-    models = hub().models
-    backbone = models.ResNetBackbone(
+    backbone = make_backbone(
+        "ResNet",
         input_conv_filters=[64],
         input_conv_kernel_sizes=[3],
         stackwise_num_filters=[64, 64],
@@ -140,8 +126,8 @@ def resnet():
 
 
 def vit():
-    models = hub().models
-    backbone = models.ViTBackbone(
+    backbone = make_backbone(
+        "ViT",
         image_shape=(32, 32, 3),
         patch_size=(8, 8),
         num_layers=2,
@@ -155,8 +141,8 @@ def vit():
 
 
 def _build_on_images(backbone, name):
-    models = hub().models
-    converter = getattr(hub().layers, f"{name}ImageConverter")(
+    models = get_hub().models
+    converter = getattr(get_hub().layers, f"{name}ImageConverter")(
         image_size=(32, 32), scale=1 / 255.0
     )
     prepare = getattr(models, f"{name}ImageClassifierPreprocessor")(converter)
