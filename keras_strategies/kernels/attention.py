@@ -34,7 +34,7 @@ from keras_strategies.kernels.mapped_kernels import (
     current_trace,
     map_attention,
 )
-from keras_strategies.kernels.mask_arrays import recognize_mask
+from keras_strategies.kernels.mask_arrays import Known, recognize_mask
 from keras_strategies.passes.row_kinds.kernels import BY_ROWS
 from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
@@ -166,7 +166,7 @@ def _compute_layer_attention(
 
 def _attend(
     trace: Trace,
-    known: tuple[AttentionMask, Array | None] | None,
+    known: Known | None,
     query: Array,
     key: Array,
     value: Array,

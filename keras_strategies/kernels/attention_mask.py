@@ -12,6 +12,9 @@ from keras_strategies._types import Array
 LANES = 128
 """Sequence lengths are padded to multiples of this number of a TPU's lanes."""
 
+Limits = tuple[int | None, int | None]
+"""See `AttentionMask.left` and `AttentionMask.right`."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class AttentionMask:

@@ -146,7 +146,8 @@ class _Call:
         traced, shapes = self._trace(with_rows(arrays, have_rows, count))
         self._test(trace, arrays, have_rows)
         part = as_function(traced)
-        if _has_kernels(traced) and (trace.rows or trace.model):
+        has_kernels = stages.has_primitives(traced, "pallas_call")
+        if has_kernels and (trace.rows or trace.model):
             # XLA cannot partition kernels.
             replicas = trace.mesh.num_replicas if trace.is_global else 1
             shapes_of_one = with_rows(arrays, have_rows, -(-count // replicas))
@@ -243,13 +244,6 @@ def _read(scope: Any) -> Any:
         return None
     values = {key: id(value) for key, value in scope.state_mapping.items()}
     return values, len(scope.losses)
-
-
-def _has_kernels(traced: ClosedJaxpr) -> bool:
-    return any(
-        equation.primitive.name == "pallas_call"
-        for equation in stages.all_equations(traced)
-    )
 
 
 def _map_over_cores(

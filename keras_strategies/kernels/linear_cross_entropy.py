@@ -108,9 +108,8 @@ def linear_cross_entropy(
     labels = labels.astype(int)
     if ignore_label is not None:
         labels = jnp.where(labels == ignore_label, -1, labels)
-    options = Options(
-        int(not words_first), soft_cap, label_smoothing, block_size
-    )
+    axis = int(not words_first)
+    options = Options(axis, soft_cap, label_smoothing, block_size)
     return compute_losses(hidden, kernel, bias, labels, options)[0]
 
 

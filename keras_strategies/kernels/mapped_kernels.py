@@ -90,11 +90,8 @@ def map_attention(
         more = (jnp.repeat(x, shares, axis=2) for x in arrays[1:3])
         arrays = [query, *more, *arrays[3:]]
     heads = PartitionSpec(rows, None, model)
-    if (
-        model is not None
-        and trace.mesh.context_parallel
-        and not any(x.shape[1] % cores for x in (query, key))
-    ):
+    are_even = not any(x.shape[1] % cores for x in (query, key))
+    if model is not None and trace.mesh.context_parallel and are_even:
         heads = PartitionSpec(rows, model)
         attend = _exchange_tokens(attend, model)
     specs = [heads] * 3 + [PartitionSpec(rows)] * num_padding

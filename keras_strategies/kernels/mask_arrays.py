@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_strategies._types import Array
-from keras_strategies.kernels.attention_mask import AttentionMask
+from keras_strategies.kernels.attention_mask import AttentionMask, Limits
 from keras_strategies.kernels.mask_values import (
     BY_ENTRY,
     HEADS,
@@ -33,14 +33,14 @@ from keras_strategies.kernels.mask_values import (
 
 _COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
 _MAX_FLAGS = 8
+Known = tuple[AttentionMask, Array | None]
+"""A mask, and for which rows it is wrong, or None."""
 _Flag = tuple[Value, Value | None]
 """A flag, or two values that are compared: one of the queries, one of the keys.
 """
 
 
-def recognize_mask(
-    array: Array, query: Array, key: Array
-) -> tuple[AttentionMask, Array | None] | None:
+def recognize_mask(array: Array, query: Array, key: Array) -> Known | None:
     """Returns the mask that an array is, if that is recognized.
 
     Args:
@@ -179,9 +179,7 @@ class _Table:
         self._assumed += numbers
         return compute_entries(value, (entries, self._add_flag(numbers[0])))
 
-    def make_mask(
-        self, is_used: np.ndarray
-    ) -> tuple[AttentionMask, Array | None]:
+    def make_mask(self, is_used: np.ndarray) -> Known:
         """Returns the mask, and for which rows it is wrong.
 
         Args:
@@ -215,9 +213,7 @@ class _Table:
         ]
         return mask, functools.reduce(operator.or_, wrong) if wrong else None
 
-    def _find_limits(
-        self, is_used: np.ndarray
-    ) -> tuple[int | None, int | None]:
+    def _find_limits(self, is_used: np.ndarray) -> Limits:
         """Returns the largest distances to earlier and to later keys."""
         used = self._distances[is_used]
         if 0 not in used or len(used) <= used[-1] - used[0]:

@@ -12,7 +12,8 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from keras_strategies._types import Array
-from keras_strategies.passes import stages
+from keras_strategies.passes.stages import with_consts_as_inputs
+from keras_strategies.passes.value_numbers import is_inexact
 
 Arrays = list[Any]
 
@@ -64,7 +65,7 @@ def find_difference(
 
 def as_function(traced: ClosedJaxpr) -> Callable[..., list[Any]]:
     """Returns a trace as a function of its constants and operands."""
-    jaxpr = stages.with_consts_as_inputs(traced)
+    jaxpr = with_consts_as_inputs(traced)
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
 
 
@@ -83,12 +84,12 @@ def _differentiate(traced: ClosedJaxpr, numbers: Arrays) -> Arrays:
         return sum(
             jnp.sum(result * factor).real
             for result, factor in zip(results, numbers[count:], strict=True)
-            if _is_inexact(factor)
+            if is_inexact(factor)
         )
 
     gradients = jax.grad(compute, allow_int=True)(numbers[:count])
     pairs = zip(gradients, numbers, strict=False)
-    return [gradient for gradient, array in pairs if _is_inexact(array)]
+    return [gradient for gradient, array in pairs if is_inexact(array)]
 
 
 def _run_all(
@@ -125,18 +126,14 @@ def _draw(value: Any) -> Any:
     return draws.normal(size=value.shape).astype(value.dtype)
 
 
-def _is_inexact(array: Array) -> bool:
-    return bool(jnp.issubdtype(array.dtype, np.inexact))
-
-
 def _find_tolerance(array: Array) -> float:
     """Returns how much numbers of an array's precision may differ."""
-    return float(jnp.finfo(array.dtype).eps) ** 0.5 if _is_inexact(array) else 0
+    return float(jnp.finfo(array.dtype).eps) ** 0.5 if is_inexact(array) else 0
 
 
 def _are_close(one: Array, two: Array, tolerance: float) -> bool:
     """Returns whether arrays are equal, relative to their largest entry."""
-    if not _is_inexact(one):
+    if not is_inexact(one):
         return bool(np.array_equal(one, two))
     one, two = (np.asarray(array, "complex128") for array in (one, two))
     largest = np.max(np.abs(one), initial=0, where=np.isfinite(one))

@@ -14,6 +14,7 @@ from keras_strategies._types import Array
 from keras_strategies.kernels.attention_mask import (
     LANES,
     AttentionMask,
+    Limits,
     count_pairs,
     find_queries_with_keys,
     pad_mask,
@@ -72,7 +73,7 @@ def find_reasons(
     if dtype not in DTYPES:
         yield f"the dtype {dtype}"
     for name, number in (("scale", scale), ("cap", attn_logits_soft_cap)):
-        if shape := np.shape(number):
+        if shape := getattr(number, "shape", ()):
             yield f"a {name} of shape {shape}"
     if isinstance(attn_logits_soft_cap, Tracer):
         yield "a cap of the scores that the step computes"
@@ -100,9 +101,8 @@ def _find_in_mask(
     """Finds the reason why the kernel cannot read a mask's array."""
     rows, length, heads = query.shape[:3]
     full = (rows, heads, length, key.shape[1])
-    if len(shape) != 4 or not all(
-        size in (1, all_) for size, all_ in zip(shape, full, strict=True)
-    ):
+    pairs = zip(shape, full, strict=False)
+    if len(shape) != 4 or not all(n in (1, size) for n, size in pairs):
         yield f"a mask of shape {shape}"
     elif not (shape[1] == 1 and 1 in shape[2:]) and not count_rows_at_once(
         heads // cores, _round_up(length), _round_up(key.shape[1])
@@ -174,12 +174,9 @@ def _round_up(size: int) -> int:
     return -(-size // LANES) * LANES
 
 
-_Limits = tuple[int | None, int | None]
-
-
 @functools.lru_cache(maxsize=64)
 def _make_kernel(
-    heads: int, shape: tuple[int, int], limits: _Limits, soft_cap: float | None
+    heads: int, shape: tuple[int, int], limits: Limits, soft_cap: float | None
 ) -> Any:
     """Makes a kernel for one row of the batch, with a mask known in advance."""
     _, masks = _import_splash()

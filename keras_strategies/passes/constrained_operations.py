@@ -132,14 +132,13 @@ class _Constraints:
         aval = variable.aval
         key = aval.shape, aval.dtype, spec
         if key not in self._made:
-            sharding = spec
-            if self._mesh is not None and spec is not _HIDDEN:
-                sharding = NamedSharding(self._mesh, spec)
-            constrain = functools.partial(
-                jax.lax.with_sharding_constraint, shardings=sharding
-            )
-            if spec is _HIDDEN:
-                constrain = jax.lax.optimization_barrier
+            constrain: Any = jax.lax.optimization_barrier
+            if spec is not _HIDDEN:
+                mesh = self._mesh
+                sharding = spec if mesh is None else NamedSharding(mesh, spec)
+                constrain = functools.partial(
+                    jax.lax.with_sharding_constraint, shardings=sharding
+                )
             shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
             self._made[key] = jax.make_jaxpr(constrain)(shape).jaxpr
         (made,) = self._made[key].eqns

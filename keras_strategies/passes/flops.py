@@ -14,10 +14,8 @@ from jax.extend.core import (
 )
 
 from keras_strategies._types import Array, Equation, Tree
+from keras_strategies.passes.sharded_calls import is_rematerialized
 from keras_strategies.passes.stages import rewrite_programs
-
-_REMAT = ("checkpoint", "remat2")
-"""JAX's names of the primitive of `jax.checkpoint`."""
 
 
 def count_training_flops(
@@ -56,7 +54,7 @@ def _save_everything(jaxpr: Jaxpr) -> list[Any]:
     policy = jax.checkpoint_policies.everything_saveable
     return [
         equation.replace(params={**equation.params, "policy": policy})
-        if equation.primitive.name in _REMAT
+        if is_rematerialized(equation)
         else equation
         for equation in jaxpr.eqns
     ]

@@ -18,12 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "collective-permute",
-    "all-to-all",
+from keras_strategies.passes.stages import names_in
+
+COLLECTIVES = names_in(
+    "all-reduce all-gather reduce-scatter collective-permute all-to-all"
 )
 """XLA's names of the collectives that are counted."""
 
@@ -359,9 +357,8 @@ def _parse_instruction(line: str) -> Instruction:
     head = _NAME.match(line)
     assert head is not None
     start = head.end()
-    end = (
-        _find_end(line, start) if line[start] == "(" else line.find(" ", start)
-    )
+    is_tuple = line[start] == "("
+    end = _find_end(line, start) if is_tuple else line.find(" ", start)
     opcode = _OPCODE.match(line, end)
     if opcode is None:
         return Instruction(head[2], "", (), "", "", "", bool(head[1]))

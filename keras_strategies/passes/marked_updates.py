@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from keras_strategies.passes import replay
 from keras_strategies.passes.specs import Spec
@@ -200,10 +200,3 @@ def is_same_update(equations: Sequence[Any]) -> bool:
     jaxprs = [e.params.get("jaxpr") for e in equations]
     is_update = equations[0].params.get("name") == _INNER
     return is_update and all(jaxpr is jaxprs[0] for jaxpr in jaxprs)
-
-
-def find_update(
-    equation: JaxprEqn, updates: dict[str, Update]
-) -> Update | None:
-    """Returns the marked update that an equation calls, or None."""
-    return updates.get(equation.params.get("name", ""))

@@ -101,6 +101,7 @@ def place_part(
     return jax.lax.dynamic_update_slice_in_dim(zeros, array, start, dim)
 
 
+@dataclasses.dataclass(eq=False)
 class Reached(BaseException):
     """The exception that ends a replay at a collective that is not yet known.
 
@@ -113,12 +114,8 @@ class Reached(BaseException):
         it.
     """
 
-    def __init__(
-        self, reduce: Reduce, shapes: list[jax.ShapeDtypeStruct]
-    ) -> None:
-        super().__init__()
-        self.reduce = reduce
-        self.shapes = shapes
+    reduce: Reduce
+    shapes: list[jax.ShapeDtypeStruct]
 
 
 class Replay:

@@ -41,7 +41,8 @@ _MANY = 4
 this many."""
 
 _REMATERIALIZED = ("remat2", "remat", "checkpoint")
-_CALLS = ("jit", "pjit", "closed_call", "core_call")
+PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call")
+"""Primitives that only call a jaxpr."""
 
 
 def is_loop(equation: JaxprEqn) -> bool:
@@ -138,7 +139,7 @@ def gathers_again(equation: JaxprEqn) -> bool:
 
 def is_call(equation: JaxprEqn) -> bool:
     """Returns whether an equation calls a function that can take shards."""
-    return equation.primitive.name in (*_REMATERIALIZED, *_CALLS)
+    return equation.primitive.name in (*_REMATERIALIZED, *PLAIN_CALLS)
 
 
 def names(equation: JaxprEqn) -> bool:

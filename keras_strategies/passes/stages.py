@@ -187,9 +187,8 @@ def find_effects(jaxpr: Jaxpr, stages: Sequence[int], new: range) -> list[Any]:
 
 def has_effects(equation: JaxprEqn) -> bool:
     """Returns whether an equation has side effects (prints, callbacks)."""
-    return any(
-        type(effect).__name__ not in _SILENT for effect in equation.effects
-    )
+    names = {type(effect).__name__ for effect in equation.effects}
+    return not names.issubset(_SILENT)
 
 
 def has_answers(jaxpr: Jaxpr) -> bool:
@@ -286,6 +285,11 @@ def all_equations(
             for equation in inner.eqns:
                 if not skips(equation):
                     waiting += jaxprs_in_params(equation.params)
+
+
+def has_primitives(jaxpr: Jaxpr | ClosedJaxpr, *names: str) -> bool:
+    """Returns whether a program, or one in it, computes certain primitives."""
+    return any(e.primitive.name in names for e in all_equations(jaxpr))
 
 
 def equations_in(equation: JaxprEqn) -> Iterator[Any]:

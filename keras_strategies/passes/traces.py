@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib.util
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -108,20 +109,11 @@ def has_user_calls(jaxpr: ClosedJaxpr) -> bool:
     Even if it computes nothing by itself, it may decide what Keras computes.
     """
     for equation in jaxpr.jaxpr.eqns:
-        if is_user_code(equation):
+        names = (code.co_filename for code in _list_frames(equation))
+        called = itertools.takewhile(lambda n: not _calls_steps(n), names)
+        if is_user_code(equation) or any(map(_find_maker, called)):
             return True
-        for code in _list_frames(equation):
-            if _calls_steps(code.co_filename):
-                break
-            if _find_maker(code.co_filename):
-                return True
     return False
-
-
-def is_marked(equation: JaxprEqn, *marks: str) -> bool:
-    """Returns whether an equation marks a value with one of some names."""
-    is_name = equation.primitive.name == "name"
-    return is_name and equation.params["name"] in marks
 
 
 def is_user_code(equation: JaxprEqn) -> bool:
@@ -260,10 +252,7 @@ def _directories(*names: str) -> tuple[str, ...]:
 
 def has_convolutions(jaxpr: ClosedJaxpr) -> bool:
     """Returns whether a traced program computes convolutions."""
-    return any(
-        equation.primitive.name == "conv_general_dilated"
-        for equation in stages.all_equations(jaxpr)
-    )
+    return stages.has_primitives(jaxpr, "conv_general_dilated")
 
 
 def has_unsafe_scatters(jaxpr: ClosedJaxpr) -> bool:

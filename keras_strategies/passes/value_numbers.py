@@ -185,6 +185,11 @@ def compute_same(traces: Iterable[ClosedJaxpr]) -> bool:
     return all(outputs == first for outputs in found)
 
 
+def is_inexact(array: Array) -> bool:
+    """Returns whether an array consists of real or complex floats."""
+    return bool(jnp.issubdtype(array.dtype, jnp.inexact))
+
+
 def _trace_rule(jaxpr: Jaxpr, equation: JaxprEqn) -> ClosedJaxpr:
     """Traces one equation of a jaxpr, alone and with its backward pass."""
     read = list(dict.fromkeys(variables(equation.invars)))
@@ -198,17 +203,13 @@ def _trace_rule(jaxpr: Jaxpr, equation: JaxprEqn) -> ClosedJaxpr:
         primal = forward(*values)
         results, pull_back = jax.vjp(forward, *values)
         cotangents = [
-            r if _is_float(r) else np.zeros(r.shape, jax.dtypes.float0)
+            r if is_inexact(r) else np.zeros(r.shape, jax.dtypes.float0)
             for r in results
         ]
-        gradients = filter(_is_float, pull_back(cotangents))
+        gradients = filter(is_inexact, pull_back(cotangents))
         return primal, results, list(gradients)
 
     return jax.make_jaxpr(compute_both)(*(get_shape(v.aval) for v in read))
-
-
-def _is_float(array: Array) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.inexact)
 
 
 def _const_key(const: Any) -> Any:

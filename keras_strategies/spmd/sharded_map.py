@@ -23,7 +23,6 @@ from keras_strategies.passes.marked_updates import (
     MAX,
     Update,
     collect_updates,
-    find_update,
 )
 from keras_strategies.passes.sharded_values import ShardedInterpreter
 from keras_strategies.passes.specs import Placed, Sharded, Spec
@@ -191,7 +190,7 @@ class _SectionedStep:
             if has_effects(equation):
                 # Equations with side effects must stay in their order.
                 place = last_action = max(place, last_action)
-            update = find_update(equation, self._updates)
+            update = self._updates.get(equation.params.get("name", ""))
             if update is None:
                 self._sections[place][0].append(equation)
             else:

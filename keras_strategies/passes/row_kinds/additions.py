@@ -15,7 +15,7 @@ from keras_strategies.passes.row_kinds.inner_functions import find_terms
 from keras_strategies.passes.row_kinds.interpreter import Interpreter
 from keras_strategies.passes.row_kinds.kinds import PLAIN, make_rows
 from keras_strategies.passes.row_kinds.rules import RANDOM
-from keras_strategies.passes.stages import all_equations
+from keras_strategies.passes.stages import has_primitives
 
 
 def find_additions(traced: ClosedJaxpr, num_states: int) -> list[Any] | None:
@@ -50,7 +50,7 @@ def adds_sums(
         are the inputs after the states.
       rows: The numbers of rows of both traces.
     """
-    if any(e.primitive.name in RANDOM for e in all_equations(traced)):
+    if has_primitives(traced, *RANDOM):
         # One device draws other numbers for a replica's rows.
         return False
     num_states = len(traced.jaxpr.outvars)

@@ -308,9 +308,8 @@ def kind_of_arrays(arrays: Sequence[Any]) -> Kind:
         return PLAIN
     values = [np.asarray(a) for a in arrays]
     firsts = [v.ravel()[0] for v in values]
-    if all(
-        np.all((v == f) | (f != f)) for v, f in zip(values, firsts, strict=True)
-    ):
+    pairs = zip(values, firsts, strict=True)
+    if all(np.all((v == f) | (f != f)) for v, f in pairs):
         return make_uniform(tuple(f.item() for f in firsts), shape)
     if any(
         v.shape == shape and not np.array_equal(v, values[0])

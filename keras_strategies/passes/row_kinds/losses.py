@@ -170,10 +170,8 @@ def losses_in(
         rows, and uses of this number elsewhere are not found.
     """
     jaxprs = [traced] if retraced is None else [traced, retraced]
-    inner = traced.jaxpr
-    inputs = [
-        make_rows(0) if k in data else PLAIN for k in range(len(inner.invars))
-    ]
+    count = len(traced.in_avals)
+    inputs = [make_rows(0) if k in data else PLAIN for k in range(count)]
     ratio = 1.0
     if retraced is not None and data:
         ratio = retraced.jaxpr.invars[data[0]].aval.shape[0] / num_rows
@@ -223,7 +221,7 @@ def has_user_code(jaxpr: ClosedJaxpr, *names: str) -> bool:
     """
     behind = _equations_behind(jaxpr, *names)
     marked = {
-        v for e in behind if traces.is_marked(e, *names) for v in e.outvars
+        v for e in behind if marks.is_marked(e, *names) for v in e.outvars
     }
     readers = [
         equation
@@ -298,6 +296,6 @@ def _equations_behind(jaxpr: ClosedJaxpr, *names: str) -> list[Any]:
     If there are no marked values, returns all equations.
     """
     equations = stages.needed_equations(
-        jaxpr.jaxpr.eqns, (), lambda e: traces.is_marked(e, *names)
+        jaxpr.jaxpr.eqns, (), lambda e: marks.is_marked(e, *names)
     )
     return equations or list(jaxpr.jaxpr.eqns)

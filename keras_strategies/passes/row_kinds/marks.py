@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from keras_strategies._types import Array
-from keras_strategies.passes import stages, traces
+from keras_strategies.passes import stages
 
 PREFIX = "ks."
 """The beginning of the names of all marks."""
@@ -72,6 +72,12 @@ def mark_both_ways(value: Array, name: str) -> Array:
     return mark_p.bind(value, name=name, is_cotangent=False)
 
 
+def is_marked(equation: JaxprEqn, *names: str) -> bool:
+    """Returns whether an equation marks a value with one of some names."""
+    is_mark = equation.primitive.name in ("name", mark_p.name)
+    return is_mark and equation.params["name"] in names
+
+
 def has_unweighted_gradients(
     jaxpr: Jaxpr, num_variables: int, num_results: int
 ) -> bool:
@@ -91,24 +97,19 @@ def has_unweighted_gradients(
     return any(
         flow[v] == 1
         for equation in jaxpr.eqns
-        if traces.is_marked(equation, GRADIENT, SHARE)
+        if is_marked(equation, GRADIENT, SHARE)
         for v in stages.variables(equation.invars)
     )
 
 
 def has_derivatives(jaxpr: ClosedJaxpr) -> bool:
     """Returns whether user code computes a derivative in a program."""
-    return any(
-        e.primitive is mark_p and e.params["name"] == DERIVATIVE
-        for e in stages.all_equations(jaxpr)
-    )
+    return any(is_marked(e, DERIVATIVE) for e in stages.all_equations(jaxpr))
 
 
 def _weights_gradients(equation: JaxprEqn) -> int:
     return 2 * any(
-        e.primitive is mark_p
-        and e.params["name"] == WEIGHTED
-        and e.params["is_cotangent"]
+        is_marked(e, WEIGHTED) and e.params["is_cotangent"]
         for e in (equation, *stages.equations_in(equation))
     )
 

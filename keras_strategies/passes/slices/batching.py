@@ -46,29 +46,26 @@ def batch_slices(
       The outputs. Those that the same operations compute from all slices of a
       stack are slices, too.
     """
-    arrays: dict[int, Any] = {}
-    for x in inputs:
-        array = x.stack if isinstance(x, Slice) else x
-        arrays[id(array)] = array
+    stacks = [x.stack if isinstance(x, Slice) else x for x in inputs]
+    arrays = {id(array): array for array in stacks}
     comparison = Comparison()
     numbers = comparison.numbers.number_each("input", len(arrays))
     number_by_array = dict(zip(arrays, numbers, strict=True))
     values: list[Value] = [
-        Slice(number_by_array[id(x.stack)], *x.place)
-        if isinstance(x, Slice)
-        else number_by_array[id(x)]
-        for x in inputs
+        _map_stack(lambda array: number_by_array[id(array)], x) for x in inputs
     ]
     program = comparison.compare(traced, values)
     known = dict(zip(numbers, arrays.values(), strict=True))
     evaluation = _Evaluation(mapper, comparison.constants, known)
     evaluation.compute(program)
-    return [
-        Slice(evaluation.value(x.stack), *x.place)
-        if isinstance(x, Slice)
-        else evaluation.value(x)
-        for x in program.outputs
-    ]
+    return [_map_stack(evaluation.value, x) for x in program.outputs]
+
+
+def _map_stack(fn: Callable[[Any], Any], value: Any) -> Any:
+    """Applies a function to a value, or to the stack of a slice."""
+    if isinstance(value, Slice):
+        return Slice(fn(value.stack), *value.place)
+    return fn(value)
 
 
 class _Evaluation:

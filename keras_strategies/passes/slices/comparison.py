@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from keras_strategies._types import Array
 from keras_strategies.passes.collective_cut import find_called_jaxpr
+from keras_strategies.passes.sharded_calls import PLAIN_CALLS
 from keras_strategies.passes.specs import stacks, unstacks
 from keras_strategies.passes.stages import (
     equations_in,
@@ -25,7 +26,6 @@ from keras_strategies.passes.stages import (
 from keras_strategies.passes.value_numbers import ValueNumbers
 
 BARRIER = "optimization_barrier"
-_CALLS = names_in("jit pjit closed_call core_call")
 _DRAWS = names_in("random_bits rng_bit_generator rng_uniform")
 
 
@@ -190,7 +190,7 @@ class Comparison:
             results = self._number_barrier(operands)
         elif len({x.place for x in slices}) == 1 and not _draws(equation):
             results = self._number_slices(jaxpr, equation, operands)
-        elif slices and name in _CALLS:
+        elif slices and name in PLAIN_CALLS:
             called: Any = find_called_jaxpr(equation)
             return self._inline(called[0], called[1], operands, operations)
         elif slices and name == "shard_map":
