@@ -493,11 +493,7 @@ ROWS = (LENGTH, HEADS, DEPTH)
         (attention, ROWS, Verdict.MEAN),
         (lambda q: attention(q, is_causal=True), ROWS, Verdict.MEAN),
         (lambda q: attention(q, scale=1 / len(q)), ROWS, Verdict.MIXED),
-        (
-            lambda q: attention(q, attn_logits_soft_cap=3.5),
-            ROWS,
-            Verdict.MEAN,
-        ),
+        (lambda q: attention(q, attn_logits_soft_cap=3.5), ROWS, Verdict.MEAN),
         (
             lambda q: attention(q, attn_logits_soft_cap=float(len(q))),
             ROWS,
@@ -669,10 +665,7 @@ def attend_with_bias(query):
 @pytest.mark.parametrize(
     ("attend", "text"),
     [
-        (
-            attend_by_einsum,
-            r"shape \(1, 1, 65536, 65536\), 17 GB",
-        ),
+        (attend_by_einsum, r"shape \(1, 1, 65536, 65536\), 17 GB"),
         (jax.grad(attend_in_blocks), "test_attention.py:[0-9]"),
         (attend_with_bias, r"shape \(1, 1, 65536, 1, 65536\), 17 GB"),
         (attention, None),

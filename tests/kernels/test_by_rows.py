@@ -193,14 +193,6 @@ def test_several_steps_in_one_execution():
     assert not check(Marked, mirrored(2), steps_per_execution=2)
 
 
-def divide_by_mean(x, weights):
-    return ks.by_rows(lambda x, w: multiply(x, w))(x, weights + x.mean(axis=0))
-
-
-def multiply_next_row(x, weights):
-    return x * MARKED(jnp.roll(x, 1, axis=0), weights)
-
-
 def divide_by_captured_mean(x, weights):
     mean = x.mean(axis=0)
     return ks.by_rows(lambda x: multiply(x, weights + mean))(x)
@@ -217,8 +209,6 @@ def divide_by_count(x, weights):
 
 MARKED = ks.by_rows(multiply)
 BESIDE = {
-    "mean": divide_by_mean,
-    "next_row": multiply_next_row,
     "captured_mean": divide_by_captured_mean,
     "captured_count": divide_by_captured_count,
     "count": divide_by_count,

@@ -138,21 +138,10 @@ def ending_with_blocks(count):
     return chained(lambda _: Block(), count=count)
 
 
-def with_two_widths(count):
-    x = inputs = keras.Input((5, 8))
-    x = layers.Dense(16)(x)
-    for _ in range(count):
-        x = Block()(x)
-    x = layers.Dense(4)(x)
-    for _ in range(5):
-        x = Block()(x)
-    return keras.Model(inputs, x)
-
-
 MODELS = [
     *(in_words, build_layers, sequential, sequential_of_many, nested),
     *(nested_twice, in_sequential, sequential_in_functional, with_gates),
-    *(with_side_output, build_models, ending_with_blocks, with_two_widths),
+    *(with_side_output, build_models, ending_with_blocks),
 ]
 
 
@@ -222,23 +211,6 @@ def build_different_layers():
 
 def without_variables():
     return chained(lambda _: layers.ReLU())
-
-
-class Subclassed(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.blocks = [Block() for _ in range(COUNT)]
-
-    def call(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def subclassed():
-    model = Subclassed()
-    model(ROWS)
-    return model
 
 
 class Repeated(layers.Layer):
@@ -321,8 +293,8 @@ def in_python():
         *(with_a_call_of_its_own, in_a_layer, in_python),
         *(build_shared_layers, with_a_shared_part, with_every_output),
         *(with_dense_connections, build_different_layers),
-        *(without_variables, subclassed, lambda: build_layers(3)),
-        *(lambda: in_words(3), lambda: keras.Sequential([Block()])),
+        *(without_variables, lambda: build_layers(3), lambda: in_words(3)),
+        lambda: keras.Sequential([Block()]),
     ],
 )
 def test_without_repetitions_there_are_no_blocks(make):

@@ -157,16 +157,6 @@ def test_steps_on_cpus_are_unrolled_by_default():
     assert not has_loop()
 
 
-def test_a_loop_by_default_has_the_numbers_of_unrolled_blocks(monkeypatch):
-    unrolled, _ = deep(mark=False)
-    unrolled.fit(X, X, epochs=2, verbose=0)
-    monkeypatch.setattr(scanned_blocks, "_PLATFORMS", ("cpu",))
-    scanned, _ = deep()
-    scanned.fit(X, X, epochs=2, verbose=0)
-    for a, b in zip(scanned.get_weights(), unrolled.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-5)
-
-
 def test_models_without_equal_blocks_may_be_unrolled():
     model, _ = deep(count=2)
     assert ks.experimental.scan_blocks(model, False) == []

@@ -7,8 +7,8 @@ case x strategy x rows/batch pair.
 
 import pytest
 
-from tests.parity.cases import BY_DEFAULT, CASES, LOSSES, METRICS
-from tests.parity.one_device import PAIRS, STRATEGIES, check
+from tests.parity.cases import BY_DEFAULT, CASES
+from tests.parity.one_device import PAIRS, STRATEGIES, check, list_seen
 from tests.support.combinations import combine, some
 
 # Even batches, and an uneven one at the end.
@@ -36,7 +36,7 @@ _BASIC = "sgd"
     "name", some(BY_DEFAULT, {*BY_DEFAULT} - _DIVIDED - _ALIKE)
 )
 def test_equals_one_device(name):
-    check(name, "mirrored2", _QUICK, _seen(name))
+    check(name, "mirrored2", _QUICK, list_seen(name))
 
 
 @pytest.mark.parametrize("strategy", combine(STRATEGIES, every=2))
@@ -49,9 +49,4 @@ def test_a_basic_case_equals_one_device_everywhere(name, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_equals_one_device_everywhere(name, strategy):
-    check(name, strategy, PAIRS, _seen(name))
-
-
-def _seen(name):
-    # All counts, of all loops: tests/step/test_steps_per_execution.py.
-    return ("evaluate",) if name in LOSSES | METRICS else ()
+    check(name, strategy, PAIRS, list_seen(name))

@@ -11,6 +11,7 @@ import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
 from tests.support.combinations import combine, cover
 from tests.support.plain_keras import dense, mirrored
+from tests.support.strategies import make_strategy
 
 ROWS, STEPS = 24, 3
 X = np.random.default_rng(0).normal(size=(ROWS, 2)).astype("float32")
@@ -52,13 +53,6 @@ def shares(replicas, is_even):
     return np.split(X, np.cumsum(sizes)[:-1])
 
 
-def fully_sharded(replicas):
-    return ks.MirroredStrategy(
-        [f"cpu:{i}" for i in range(replicas)],
-        variable_partitioner=ks.experimental.FullySharded(min_size=1),
-    )
-
-
 def check_run(strategy, is_even):
     replicas = strategy.num_replicas_in_sync
     with strategy.scope():
@@ -96,7 +90,7 @@ def test_run(replicas, is_even):
 
 
 def test_run_with_sharded_variables():
-    check_run(fully_sharded(2), is_even=True)
+    check_run(make_strategy("sharded2"), is_even=True)
 
 
 @pytest.mark.parametrize("replicas", combine([1, 2, 3], every=2))

@@ -9,6 +9,7 @@ from keras import layers
 import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
 from tests.support.combinations import combine, few
+from tests.support.strategies import make_strategy
 
 BLOCKS, WORDS, LENGTH, WIDTH = 5, 20, 6, 8
 ROWS = 21
@@ -91,11 +92,8 @@ MODELS = {
 
 
 def strategy_of(replicas, *, is_sharded=False):
-    partitioner = ks.experimental.FullySharded(min_size=1)
-    return ks.MirroredStrategy(
-        [f"cpu:{i}" for i in range(replicas)],
-        variable_partitioner=partitioner if is_sharded else None,
-    )
+    kind = "sharded" if is_sharded else "mirrored"
+    return make_strategy(f"{kind}{replicas}")
 
 
 def compiled(name, *, is_scanned):

@@ -16,7 +16,8 @@ import keras_strategies as ks
 from keras_strategies.testing import assert_replicated
 from keras_strategies.variables import model_variables
 from tests.parity import one_device
-from tests.parity.cases import CASES, LOSSES, METRICS, by_optimizer
+from tests.parity.cases import CASES, by_optimizer
+from tests.parity.one_device import list_seen
 from tests.support.combinations import some
 from tests.support.strategies import SHARDED, make_strategy
 
@@ -78,7 +79,7 @@ def assert_gathers(name, texts):
 
 @pytest.mark.parametrize("name", some(CASES, _BY_DEFAULT))
 def test_equals_one_device(name, lowered):
-    assert_divided(one_device.check(name, "sharded4", _QUICK, _seen(name)))
+    assert_divided(one_device.check(name, "sharded4", _QUICK, list_seen(name)))
     assert_gathers(name, lowered())
 
 
@@ -147,7 +148,7 @@ def test_divided_slots_equal_one_device(name, lowered):
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_equals_one_device_everywhere(name, strategy, lowered):
     assert_divided(
-        one_device.check(name, strategy, one_device.PAIRS, _seen(name))
+        one_device.check(name, strategy, one_device.PAIRS, list_seen(name))
     )
     assert_gathers(name, lowered())
 
@@ -160,14 +161,10 @@ def test_every_case_equals_one_device_everywhere(name, strategy, lowered):
 @pytest.mark.parametrize("name", sorted(set(CASES) - NOT_REMATERIALIZED))
 def test_rematerialized_cases_equal_one_device(name, strategy, pairs, lowered):
     for pair in pairs:
-        one_device.expected(name, *pair, _seen(name))
+        one_device.expected(name, *pair, list_seen(name))
     with keras.RematScope(mode="full"):
-        assert_divided(one_device.check(name, strategy, pairs, _seen(name)))
+        assert_divided(one_device.check(name, strategy, pairs, list_seen(name)))
     assert_gathers(name, lowered())
-
-
-def _seen(name):
-    return ("evaluate",) if name in LOSSES | METRICS else ()
 
 
 def _trained(partitioner, count):

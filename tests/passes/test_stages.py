@@ -56,14 +56,10 @@ def test_an_equation_that_acts_is_in_one_stage():
     (mapped,) = traced.jaxpr.eqns
     inner = mapped.params["jaxpr"]
     new = [range(1), range(1, 2), range(2, 3), range(1, 3), range(2)]
-    at = [stages.find_effects(inner, [0, 1], each) for each in new]
-    assert [[e.primitive.name for e in found] for found in at] == [
-        ["debug_print"],
-        ["debug_print"],
-        [],
-        ["debug_print"],
-        ["debug_print"] * 2,
-    ]
+    found = [stages.find_effects(inner, [0, 1], each) for each in new]
+    assert list(map(len, found)) == [1, 1, 0, 1, 2]
+    names = {e.primitive.name for each in found for e in each}
+    assert names == {"debug_print"}
 
 
 # Value numbers.
@@ -84,13 +80,8 @@ def test_the_same_code_has_the_same_number():
 
     one, two = list_numbers(two_collectives, other)
     # A sum's operands may be exchanged, but that is not the same code.
-    assert [a == b for a, b in zip(one, two, strict=True)] == [
-        True,
-        False,
-        True,
-        False,
-        False,
-    ]
+    are_equal = [a == b for a, b in zip(one, two, strict=True)]
+    assert are_equal == [True, False, True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def _table() -> dict[str, Callable[..., ks.Strategy]]:
         "one": of(ks.OneDeviceStrategy, "cpu:1"),
         "tpu": ks.TPUStrategy,
         **{f"mirrored{n}": of(_mirrored, n) for n in (1, 2, 3, 4, 8)},
-        **{f"sharded{n}": of(_mirrored, n, every) for n in (2, 3, 4, 8)},
+        **{f"sharded{n}": of(_mirrored, n, every) for n in (1, 2, 3, 4, 8)},
         "sharded8_in_groups_of_2": of(_mirrored, 8, in_twos),
         "sharded8_in_groups_of_4": of(_mirrored, 8, in_fours),
         "sharded_slots4": of(_mirrored, 4, slots),
