@@ -96,7 +96,7 @@ MAX_LINES = 400
 LOGIC_LINES = {
     "": 121,
     "callbacks": 543,
-    "checkpoint": 1995,
+    "checkpoint": 1991,
     "cli": 1787,
     "cluster": 2431,
     "data": 2791,

@@ -7,6 +7,7 @@ to the document (such as a callback's best weights) form a separate group.
 """
 
 import os
+import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,12 +19,18 @@ import numpy as np
 from keras_strategies._types import Array, Tree
 from keras_strategies.checkpoint import nests
 from keras_strategies.checkpoint.directory import verify
-from keras_strategies.checkpoint.directory.documents import (
-    VERSION,
-    read_document,
+from keras_strategies.checkpoint.directory.files import (
+    load_object,
+    make_damage_error,
 )
+from keras_strategies.checkpoint.directory.names import RUN
 from keras_strategies.cluster.addresses import shorten
-from keras_strategies.cluster.array_kinds import parse_dtype
+from keras_strategies.cluster.array_kinds import (
+    is_dtype_name,
+    is_shape,
+    parse_dtype,
+)
+from keras_strategies.cluster.exchange.message_forms import has_form
 from keras_strategies.names import dry_run
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.values import set_apart
@@ -32,6 +39,12 @@ from keras_strategies.variables.shardings import get_sharding
 Groups = Mapping[str, Sequence[keras.Variable]]
 Arrays = dict[str, dict[str, Any]]
 Document = dict[str, Any]
+
+VERSION = 1
+"""The version of documents that this code reads and writes."""
+
+MAX_BYTES = 64 << 20
+"""The maximum length of a document, in bytes."""
 
 STATE = "state_arrays"
 """The group of the arrays that belong to the document's state."""
@@ -105,22 +118,29 @@ def pack_checkpoint(groups: Groups, state: Tree) -> tuple[Arrays, Document]:
 
 
 def load_document(path: str | os.PathLike[str]) -> Document:
-    """Reads the document of a checkpoint, and checks its version.
+    """Reads the document of a checkpoint on disk, which is not trusted.
 
     Args:
       path: The checkpoint's directory.
 
     Returns:
       The document: everything in the checkpoint except the values of its
-      arrays. It includes their shapes and dtypes.
+      arrays. It has the keys "version", "variables", with the shape and dtype
+      of each array by group and name, and "state".
 
     Raises:
-      DamagedCheckpoint: if the checkpoint's document is not valid.
+      DamagedCheckpoint: if the document is missing or not valid.
       ValueError: if the document has a format version that is not supported.
     """
+    path = pathlib.Path(path)
     with verify.guard_read(path):
-        document = read_document(path)
-    version = document.get("version")
+        document = load_object(path, RUN, MAX_BYTES, "document")
+        if "version" not in document:
+            raise make_damage_error(path, RUN, "it has no version")
+        version = document["version"]
+        if version == VERSION and not _is_complete(document):
+            problem = "its entries are not those of a checkpoint's document"
+            raise make_damage_error(path, RUN, problem)
     if version != VERSION:
         raise ValueError(
             "A checkpoint must have a format that this version of "
@@ -130,6 +150,16 @@ def load_document(path: str | os.PathLike[str]) -> Document:
             "the checkpoint."
         )
     return document
+
+
+def _is_complete(document: Document) -> bool:
+    if not has_form(document, {"state": object, "variables": dict}):
+        return False
+    return all(
+        isinstance(group, dict)
+        and has_form([*group.values()], [(is_shape, is_dtype_name)])
+        for group in document["variables"].values()
+    )
 
 
 def match_variables(

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from keras_strategies import cluster_resolver
 from keras_strategies.checkpoint import nests
+from keras_strategies.checkpoint.contents import load_document
 from keras_strategies.checkpoint.directory import lock
-from keras_strategies.checkpoint.directory.documents import read_document
 from keras_strategies.checkpoint.directory.files import DamagedCheckpoint
 from keras_strategies.checkpoint.directory.manifest import read_manifest
 from keras_strategies.checkpoint.directory.verify import guard_restore
@@ -232,7 +232,15 @@ def _listed(directory: Any) -> Parse:
 
 
 def _document(directory: Any) -> Parse:
-    return lambda text: read_document(directory / "7")
+    def parse(text: bytes) -> object:
+        try:
+            return load_document(directory / "7")
+        except ValueError as error:
+            if "this version reads format" in str(error):
+                return None
+            raise
+
+    return parse
 
 
 ORBAX_TREE = (
