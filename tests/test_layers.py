@@ -111,7 +111,7 @@ LOGIC_LINES = {
     "names": 251,
     "passes": 4751,
     "planning": 2508,
-    "reporting": 808,
+    "reporting": 799,
     "run": 647,
     "spmd": 1509,
     "step": 2472,

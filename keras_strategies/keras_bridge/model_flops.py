@@ -22,10 +22,6 @@ def count_model_flops(model: keras.Model, x: Tree) -> float | None:
       be called with the inputs alone or its `call` has no gradients. Its train
       step does not use its `call` then.
     """
-    weights, others = jax.tree.map(
-        lambda v: jax.ShapeDtypeStruct(tuple(v.shape), v.dtype),
-        (model.trainable_variables, model.non_trainable_variables),
-    )
 
     def forward(weights: Any, others: Any, x: Tree) -> Tree:
         # `training` is False, because some models can only be called for
@@ -35,9 +31,13 @@ def count_model_flops(model: keras.Model, x: Tree) -> float | None:
         return model.stateless_call(weights, others, x, **mode)[0]
 
     try:
+        weights, others = jax.tree.map(
+            lambda v: jax.ShapeDtypeStruct(tuple(v.shape), v.dtype),
+            (model.trainable_variables, model.non_trainable_variables),
+        )
         return count_training_flops(forward, weights, others, x)
     except Exception:
-        # `call` is the user's code.
+        # `call` is the user's code. The model may also not be built.
         return None
 
 

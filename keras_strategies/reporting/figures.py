@@ -1,6 +1,5 @@
 """Computes the figures of a report from what was recorded, and MFU."""
 
-import contextlib
 import math
 import statistics
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from keras_strategies.tpu.chips import find_chip
 from keras_strategies.watchdog.failure_detector import Heartbeat
 
 _MAX_CAUSES = 8
+_MAX_SHAPES = 8
 _MS = 1e3
 
 Figures = dict[str, Any]
@@ -54,9 +54,8 @@ def compute_figures(
     if recorder.executions:
         figures["input_ms"] = _MS * of[INPUT] / recorder.executions
         figures["idle"] = 1.0 - recorder.ahead / recorder.executions
-        figures["steps_per_program"] = (
-            recorder.launched - recorder.first_steps
-        ) / recorder.executions
+        steps = recorder.launched - recorder.first_steps
+        figures["steps_per_program"] = steps / recorder.executions
     speed = compute_speed(recorder, now, peak)
     if "step_ms" in speed:
         times, counts = list(recorder.times), list(recorder.times.values())
@@ -180,9 +179,6 @@ def _is_measured(heartbeat: Heartbeat) -> bool:
     return is_time and heartbeat.steps > 0 and heartbeat.steps_s > 0
 
 
-_MAX_SHAPES = 8
-
-
 def find_peak(mesh: ReplicaMesh) -> float | None:
     """Returns the operations per second of all devices together, if known."""
     chip = find_chip(mesh.devices[0])
@@ -193,7 +189,5 @@ def count_flops(model: keras.Model, recorder: StepRecorder) -> None:
     """Counts the operations of steps of new shapes. Traces the model."""
     for shape in list(recorder.shapes.values())[:_MAX_SHAPES]:
         if shape.x is not None:
-            # A model that cannot be traced has no operations to report.
-            with contextlib.suppress(Exception):
-                shape.flops = count_model_flops(model, shape.x)
+            shape.flops = count_model_flops(model, shape.x)
             shape.x = None

@@ -42,7 +42,6 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 COMPILE = "compile"
 """Tracing, lowering and compiling, in any phase."""
 
-_PHASES = (INPUT, PROGRAM, DEVICE, CALLBACKS, SAVE, EVALUATE, COMPILE, REPORT)
 # Phases in which no others are counted.
 _OUTER = (SAVE, EVALUATE, REPORT)
 
@@ -120,7 +119,7 @@ class StepRecorder:
         self._reset(self.began_at)
 
     def _reset(self, now: float) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(_PHASES, 0.0)
+        self.seconds = collections.defaultdict[str, float](float)
         self.read_seconds = self.window_seconds = 0.0
         self.saves = self.ahead = self.executions = self.steps = 0
         self.first_steps = self.launched
@@ -153,7 +152,7 @@ class StepRecorder:
             return
         if name in _OUTER:
             if not self._num_outer:
-                now = self._wait(now)
+                now = self.wait()
             self._num_outer += 1
         self._open.append([name, now, 0.0])
 
@@ -244,15 +243,11 @@ class StepRecorder:
     def _add(
         self, key: Signature, steps: int, batch: Segment | ShapeCount
     ) -> None:
-        shape = self.shapes.get(key)
-        if shape is None:
-            shape = (
-                describe(batch, has_tokens=self._has_tokens)
-                if isinstance(batch, Segment)
-                else batch
-            )
-            if len(self.shapes) < _MAX_SHAPES:
-                self.shapes[key] = shape
+        shape = self.shapes.get(key, batch)
+        if isinstance(shape, Segment):
+            shape = describe(shape, has_tokens=self._has_tokens)
+        if len(self.shapes) < _MAX_SHAPES:
+            self.shapes[key] = shape
         shape.steps += steps
         self._subject.append((shape, steps))
 
@@ -273,12 +268,12 @@ class StepRecorder:
         last = self._last
         return last is None or last.is_deleted() or last.is_ready()
 
-    def wait(self) -> None:
-        """Waits until all steps have ended."""
-        self._wait(self._clock())
+    def wait(self) -> float:
+        """Waits until all steps have ended, and returns the time then.
 
-    def _wait(self, since: float) -> float:
-        """Waits for steps, which are no part of the phase that begins now."""
+        The wait is no part of a phase that begins afterwards.
+        """
+        since = self._clock()
         if self._last is not None:
             with contextlib.suppress(RuntimeError):
                 self._last.block_until_ready()
@@ -327,8 +322,7 @@ class StepRecorder:
     def _hear(
         self, event: str, duration_secs: float, **kwargs: str | int
     ) -> None:
-        is_ours = get_ident() == self._thread
-        if not is_ours or not event.startswith(_EVENTS):
+        if get_ident() != self._thread or not event.startswith(_EVENTS):
             return
         cause = self._find_cause(str(kwargs.get("fun_name", "a program")))
         if cause is None:

@@ -128,7 +128,7 @@ def test_short_steps_are_named(monkeypatch):
     # On a busy machine, short batches wait longer than this for a core.
     monkeypatch.setattr(advice, "_SHORT_MS", 1e3)
     report = RunReport(verbose=False)
-    x, y = rows(4 * 1500)
+    x, y = rows(4 * 600)
     fit(report, x=x, y=y)
     assert report.figures["shares"]["python"] > 0.05
     assert "runs Python between the programs" in report.figures["advice"]
@@ -140,7 +140,7 @@ def test_long_steps_blame_nothing_else():
         layers = [keras.layers.Dense(800) for _ in range(3)]
         model = keras.Sequential([keras.Input((800,)), *layers])
         model.compile("sgd", "mse")
-    x = np.ones((512 * 20, 800), "float32")
+    x = np.ones((512 * 8, 800), "float32")
     report = RunReport(verbose=False)
     fit(report, model=model, x=x, y=x, batch_size=512)
     assert "is spent in the step's programs" in report.figures["advice"]
@@ -154,7 +154,7 @@ def test_evaluations_and_callbacks_are_named():
     report = RunReport(verbose=False)
     fit(report, Slow(), epochs=4)
     assert "runs callbacks" in report.figures["advice"]
-    x, y = rows(10_000)
+    x, y = rows(3_000)
     report = RunReport(verbose=False)
     fit(report, epochs=4, validation_data=(x, y), validation_batch_size=8)
     assert "evaluates the model" in report.figures["advice"]

@@ -111,7 +111,7 @@ def test_a_last_execution_of_fewer_steps():
 
 def test_steps_that_run_together_already():
     figures = Stopwatch().fit(
-        make_model(steps_per_execution=16), *rows(4 * 16 * 400), batch_size=4
+        make_model(steps_per_execution=16), *rows(4 * 16 * 100), batch_size=4
     )
     assert figures["steps_per_program"] == 16
     assert "steps_per_execution=16" not in figures["advice"]
