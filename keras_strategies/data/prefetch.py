@@ -252,7 +252,7 @@ class Rebatcher:
             return None
         parts, missing = [], count
         if missing == 0:
-            return _slice_rows(self._left[0], 0, 0)
+            return slice_rows(self._left[0], 0, 0)
         while missing and self._left:
             first = self._left[0]
             if parts and find_row_kind(parts[0]) != find_row_kind(first):
@@ -264,8 +264,8 @@ class Rebatcher:
             if rows <= missing:
                 parts.append(self._left.pop(0))
             else:
-                parts.append(_slice_rows(first, 0, missing))
-                self._left[0] = _slice_rows(first, missing, rows)
+                parts.append(slice_rows(first, 0, missing))
+                self._left[0] = slice_rows(first, missing, rows)
             num_used = min(rows, missing)
             missing -= num_used
             self._count -= num_used
@@ -295,5 +295,6 @@ def _raise_later(error: Exception) -> Iterator[Any]:
     yield
 
 
-def _slice_rows(batch: Tree, start: int, stop: int) -> Tree:
+def slice_rows(batch: Tree, start: int, stop: int | None) -> Tree:
+    """Returns the rows of a batch from `start` up to `stop`."""
     return jax.tree.map(lambda leaf: leaf[start:stop], batch)

@@ -13,7 +13,7 @@ from numpy.lib import format as npy
 from keras_strategies._types import Tree
 from keras_strategies.data.batch_spec import find_row_kind
 from keras_strategies.data.own_rows import stack_rows
-from keras_strategies.data.prefetch import Rebatcher
+from keras_strategies.data.prefetch import Rebatcher, slice_rows
 from keras_strategies.data.source import Part
 from keras_strategies.data.sources.files import ARRAYS, Files, let_go
 from keras_strategies.spmd.batches import num_rows
@@ -77,8 +77,7 @@ def read_files(
                         "`keys` to select arrays that are in all files."
                     )
                 kind = new_kind
-                get = operator.itemgetter(slice(skip, None))
-                left = jax.tree.map(get, piece)
+                left = slice_rows(piece, skip, None)
                 yield Part(data=left, rows=rows - skip)
             skip = max(skip - rows, 0)
 
@@ -94,8 +93,7 @@ def _read_pieces(data: Files, path: str) -> Iterator[Tree]:
             return
         arrays = _load_arrays(data, path)
         for first in range(0, num_rows(arrays), size):
-            get = operator.itemgetter(slice(first, first + size))
-            yield jax.tree.map(get, arrays)
+            yield slice_rows(arrays, first, first + size)
             jax.tree.map(let_go, arrays)
 
 

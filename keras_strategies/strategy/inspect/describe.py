@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_strategies.cluster.addresses import join_few, name_processes
+from keras_strategies.spmd.compiled import BYTES_PER_MB
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.variables.abstract_variables import is_abstract
 from keras_strategies.variables.partitioners import Partitioner
@@ -26,11 +27,6 @@ MAX_PROCESSES = 4
 MAX_ROWS = 40
 MAX_PATH = 28
 """The limits of the output; the rest is left out."""
-
-SLOTS = "slots"
-"""What the table has in the column of arrays for a row of slots."""
-
-BYTES_PER_MB = 1e6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,9 +100,10 @@ def describe_partitioner(partitioner: Partitioner, num_replicas: int) -> str:
 
 
 def _find_remark(
-    variable: keras.Variable, partitioner: Partitioner
+    variable: keras.Variable, partitioner: Partitioner | None
 ) -> str | None:
-    if variable.shape is None or variable.synchronization == "on_read":
+    is_local = variable.synchronization == "on_read"
+    if partitioner is None or variable.shape is None or is_local:
         return None
     placement = get_placement(variable)
     axes = () if placement is None else tuple(placement.sharding.spec)
@@ -180,7 +177,7 @@ def tabulate(rows: Sequence[VariableRow], slots: Collection[str] = ()) -> Table:
     """
     groups: dict[tuple[str, str], list[VariableRow]] = {}
     for row in rows:
-        array = SLOTS if row.path in slots else row.array
+        array = "slots" if row.path in slots else row.array
         remark = f" ({row.remark})" if row.remark else ""
         groups.setdefault((array, row.sharding + remark), []).append(row)
     sizes = {
@@ -190,8 +187,7 @@ def tabulate(rows: Sequence[VariableRow], slots: Collection[str] = ()) -> Table:
     # In a narrow terminal only the paths are cut.
     table.add_column("variable", overflow="fold")
     for name in ("", "array", "sharding", "MB a device"):
-        is_left = name in ("array", "sharding")
-        side = "left" if is_left else "right"
+        side = "left" if name in ("array", "sharding") else "right"
         table.add_column(name, justify=side, no_wrap=True)
     for key in sorted(sizes, key=lambda key: -sizes[key])[:MAX_ROWS]:
         first, *others = groups[key]
@@ -251,9 +247,7 @@ def describe_variable(
         num_entries=num_entries,
         num_bytes=num_bytes,
         is_on_host=is_on_host(variable),
-        remark=None
-        if partitioner is None
-        else _find_remark(variable, partitioner),
+        remark=_find_remark(variable, partitioner),
     )
 
 

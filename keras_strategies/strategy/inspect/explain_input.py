@@ -25,11 +25,9 @@ from keras_strategies.spmd.batches import num_rows
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.strategy.inspect import describe
 
-Counts = tuple[int, ...]
-Shares = tuple[Counts, Counts]
+Shares = tuple[tuple[int, ...], tuple[int, ...]]
 """Two tuples of each replica's number of rows: the first for `fit`, `evaluate`
 and `predict`, the second for a distributed dataset."""
-_Policy = AutoShardPolicy
 
 _MAX_REPLICAS = 16
 _MAX_FILES = 3
@@ -147,7 +145,7 @@ def _list_files(summary: Summary, mesh: ReplicaMesh) -> dict[str, str]:
 def _make_source(
     dataset: Dataset,
     mesh: ReplicaMesh,
-    policy: _Policy | None,
+    policy: AutoShardPolicy | None,
     size: int | None,
 ) -> Source:
     """Makes this process's source, without contacting other processes."""
