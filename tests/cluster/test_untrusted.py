@@ -90,7 +90,7 @@ def test_the_text_of_a_cause_gives_a_terminal_no_orders():
 
 
 def test_a_cause_is_read_as_it_was_told():
-    cause = Cause(text="process 1 (worker): ValueError", code=ExitCode.STALLED)
+    cause = Cause(text="process 1 (é): ValueError\n", code=ExitCode.STALLED)
     assert Cause.from_json(cause.to_json()) == cause
 
 
@@ -102,7 +102,7 @@ def test_what_is_no_beat_is_none(text):
 def test_beats_are_read_as_they_were_told():
     beats = [
         Heartbeat(),
-        Heartbeat(number=3, waiting_s=1, agreeing="data", where="a.py:3"),
+        Heartbeat(number=3, waiting_s=1, agreeing="data", where='a "é":3'),
         Heartbeat(agreeing_s=float("inf"), is_done=True),
     ]
     for beat in beats:

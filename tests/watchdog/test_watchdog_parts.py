@@ -18,10 +18,7 @@ from keras_strategies.watchdog.failure_detector import (
     Heartbeat,
     make_death_cause,
 )
-from keras_strategies.watchdog.launcher_pipe import (
-    LAUNCHER_FD,
-    find_pipe,
-)
+from keras_strategies.watchdog.launcher_pipe import LAUNCHER_FD, find_pipe
 from keras_strategies.watchdog.progress import ProgramRunner
 from tests.support.waiting import wait_until
 
@@ -255,15 +252,6 @@ def test_names_of_many_dead_are_cut_short():
     many = make_death_cause(list(range(20)), "x").text
     assert many.startswith("processes 0, 1, 2")
     assert many.endswith("7, ... died or stopped: x")
-
-
-def test_what_is_told_comes_back():
-    heartbeat = Heartbeat(
-        number=3, programs=2, where='a "quoted" é', is_done=True
-    )
-    assert Heartbeat.from_json(heartbeat.to_json()) == heartbeat
-    cause = exit_codes.Cause(text="é\n", code=exit_codes.ExitCode.STALLED)
-    assert exit_codes.Cause.from_json(cause.to_json()) == cause
 
 
 class Output:

@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import json
-import random
 import socket
 import time
 
@@ -17,6 +16,7 @@ from keras_strategies.cluster.exchange.job_secret import (
     read_secret,
 )
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError, meet
+from tests.cluster.exchange.test_rendezvous import hello_line
 from tests.support.combinations import combine, few
 from tests.support.waiting import connected
 
@@ -101,17 +101,6 @@ def test_another_secret_is_another_job(address):
     assert "nothing from process 1" in told[0]
 
 
-def hello(**changed):
-    words = {
-        "job": "keras_strategies",
-        "process": 1,
-        "count": 2,
-        "facts": {"strategy": "A"},
-        "problem": "",
-    }
-    return f"{json.dumps(words | changed)}\n".encode()
-
-
 def read_lines(stranger):
     stranger.settimeout(LONG)
     with stranger.makefile("rb") as file:
@@ -140,7 +129,7 @@ def test_strangers_who_claim_a_place_fail_no_job(address, changed, answer):
     def claim():
         with connected(address) as stranger:
             nonce = exchange.job_secret.make()
-            stranger.sendall(hello(**changed, nonce=nonce))
+            stranger.sendall(hello_line(**changed, nonce=nonce))
             if answer:
                 challenge = stranger.recv(65_536)
                 mine = json.loads(challenge)
@@ -267,7 +256,7 @@ def test_the_secret_is_never_said(address):
 
     def listen():
         with connected(address) as stranger:
-            stranger.sendall(hello(nonce=exchange.job_secret.make()))
+            stranger.sendall(hello_line(nonce=exchange.job_secret.make()))
             heard.append(stranger.recv(65_536))
 
     told, _ = run(address, [Secret(text), Secret(text)], before=listen)
@@ -296,15 +285,3 @@ def test_no_secret_is_none():
     assert read_secret({}) is None
     assert read_secret({VARIABLE: " \n"}) is None
     assert read_secret({VARIABLE: f"{'x' * 20}\n"}) is not None
-
-
-def test_ten_thousand_damaged_hellos(address):
-    draw = random.Random(0)
-    good = hello(nonce=exchange.job_secret.make()).decode()
-    for _ in range(10_000):
-        start = draw.randrange(len(good))
-        piece = draw.choice(["", "[", '"', "nonce", "0", "é", "\\u0000"])
-        text = good[:start] + piece + good[start + draw.randint(0, 9) :]
-        said = exchange.greetings.parse_hello(text.encode())
-        if said is not None and "nonce" in said:
-            assert exchange.job_secret.is_nonce(said["nonce"])

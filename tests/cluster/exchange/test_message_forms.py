@@ -44,9 +44,7 @@ def test_only_what_has_the_form_has_no_problem(form, good, bad):
     ("text", "problem"),
     [
         ("", "line 1, column 1"),
-        ("[" * 400 + "]" * 400, "nested too deeply"),
         ('{"rows": "3"}', "it has a wrong structure"),
-        ('{"rows": 3, "rows": 4}', "the key 'rows' twice"),
         ('"' + "x" * 2000 + '"', "characters"),
         ("3", "it has a wrong structure"),
     ],

@@ -10,7 +10,11 @@ import time
 
 import pytest
 
-from keras_strategies.cluster.exchange import greetings, rendezvous
+from keras_strategies.cluster.exchange import (
+    greetings,
+    job_secret,
+    rendezvous,
+)
 from keras_strategies.cluster.exchange.rendezvous import RendezvousError, meet
 from tests.support.combinations import combine
 from tests.support.waiting import connected
@@ -127,27 +131,26 @@ def hello_line(**changed):
     return f"{json.dumps(words | changed)}\n".encode()
 
 
+NO_HELLOS = [
+    *(b"\n", b"[]\n", b"\xff\xfe\n", b"[" * 60_000 + b"\n"),
+    b'{"job": "keras_strategies"}\n',
+    b'{"job": "keras_strategies", "process": "1", "count": 2}\n',
+    hello_line(facts=0).replace(b"0", b"[" * 30_000 + b"]" * 30_000),
+    *(hello_line(facts=[]), hello_line(process=True)),
+    *(hello_line(process=10**400), hello_line(problem=None)),
+]
+
+
+@pytest.mark.parametrize("words", NO_HELLOS, ids=lambda words: str(words[:40]))
+def test_what_others_say_is_no_hello(words):
+    assert greetings.parse_hello(words) is None
+
+
 @pytest.mark.parametrize(
     "words",
     [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"",
-        b"\n",
-        b"[]\n",
-        b'{"job": "keras_strategies"}\n',
-        b'{"job": "keras_strategies", "process": "1", "count": 2}\n',
-        b"\xff\xfe\n",
-        b"x" * 200_000,
-        b"[" * 60_000 + b"\n",
-        b'{"job": "keras_strategies", "process": 1, "count": 2, "facts": '
-        + b"[" * 30_000
-        + b"]" * 30_000
-        + b', "problem": ""}\n',
-        hello_line(facts=[]),
-        hello_line(process=True),
-        hello_line(process=10**400),
-        hello_line(more=1),
-        hello_line(problem=None),
+        *(b"GET / HTTP/1.1\r\n\r\n", b"", b"x" * 200_000),
+        *(NO_HELLOS[3], hello_line(process=True), hello_line(more=1)),
     ],
     ids=lambda words: str(words[:40]),
 )
@@ -320,8 +323,10 @@ def test_an_idle_stranger_is_hung_up_on(address, monkeypatch):
 
 def test_ten_thousand_lines_are_ours_or_nobodys():
     draw = random.Random(0)
-    good = hello_line(facts={"version": "1"}).decode()
+    nonce = job_secret.make()
+    good = hello_line(facts={"version": "1"}, nonce=nonce).decode()
     pieces = ["[", "{", '"', ":", ",", "-1", "1e9", "NaN", "null", "9" * 30]
+    pieces += ["nonce", "é", "\\u0000"]
     for _ in range(10_000):
         text = good
         for _ in range(draw.randint(1, 3)):
@@ -330,6 +335,7 @@ def test_ten_thousand_lines_are_ours_or_nobodys():
             text = text[:start] + draw.choice(["", *pieces]) + text[stop:]
         said = greetings.parse_hello(text.encode())
         if said is not None:
+            assert job_secret.is_nonce(said.pop("nonce", nonce))
             kinds = {name: type(value) for name, value in said.items()}
             assert kinds == greetings.HELLO_KINDS
             assert abs(said["process"]) <= 2**31

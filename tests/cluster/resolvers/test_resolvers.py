@@ -80,11 +80,7 @@ print(sorted({"jax", "keras", "tensorflow", "kubernetes"} & set(sys.modules)))
     done = python("-c", code, directory, timeout=60, check=True)
     first, heavy = map(ast.literal_eval, done.stdout.splitlines())
     # What makes names lazy, and itself; then the resolvers, nothing of others.
-    lazy = [
-        "cluster_resolver",
-        "names",
-        "names.lazy_names",
-    ]
+    lazy = ["cluster_resolver", "names", "names.lazy_names"]
     assert first == [f"keras_strategies.{name}" for name in lazy]
     assert heavy == []
     with pytest.raises(AttributeError, match="no attribute 'Other'"):

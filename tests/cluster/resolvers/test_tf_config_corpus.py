@@ -30,6 +30,7 @@ def task(**changed):
 
 
 # What TF_CONFIG is, the error's type, and words that the error must contain.
+# tests/cluster/test_spec.py has more clusters, tasks and addresses.
 CORPUS = {
     # No JSON.
     "no JSON": (SECRET, ValueError, ["valid JSON", "line 1, column 1"]),
@@ -78,19 +79,11 @@ CORPUS = {
         TypeError,
         ["'worker'", "list"],
     ),
-    "job is a number": (config({"worker": 2}), TypeError, ["'worker'", "int"]),
-    "job is null": (
-        config({"worker": None}),
-        TypeError,
-        ["'worker'", "NoneType"],
-    ),
     "address is a number": (
         workers(2222),
         TypeError,
         ["2222", "int", "task 1"],
     ),
-    "address is null": (workers(None), TypeError, ["NoneType", "task 1"]),
-    "address is a list": (workers(["b:1"]), TypeError, ["list", "task 1"]),
     "task is null": (config(task=None), TypeError, ['"task"', "null"]),
     "task is a list": (
         config(task=["worker", 0]),
@@ -123,13 +116,9 @@ CORPUS = {
         ValueError,
         ["Missing: index", "task_id"],
     ),
-    "index negative": (task(index=-1), ValueError, ["-1", "from 0"]),
     "index is a bool": (task(index=True), TypeError, ["True", "bool"]),
-    "index is a float": (task(index=1.0), TypeError, ["1.0", "float"]),
     "index is null": (task(index=None), TypeError, ["None", "integer"]),
-    "index is a list": (task(index=[0]), TypeError, ["[0]", "list"]),
     "index is a word": (task(index="first"), ValueError, ["'first'"]),
-    "index has a space": (task(index=" 1"), ValueError, ["' 1'"]),
     "index has a sign": (task(index="+1"), ValueError, ["'+1'"]),
     "index is huge": (task(index=10**12), ValueError, ["1000000000000"]),
     "index is larger": (
@@ -137,24 +126,7 @@ CORPUS = {
         ValueError,
         ["more than 60 digits"],
     ),
-    "index beyond the job": (task(index=2), ValueError, ["task 2", "2 tasks"]),
-    "type not in the cluster": (
-        task(type="chief"),
-        ValueError,
-        ["'chief'", "0 tasks"],
-    ),
-    "type unknown": (
-        task(type="Worker"),
-        ValueError,
-        ["'Worker'", "Use"],
-    ),
-    "type of tf 1": (task(type="master"), ValueError, ["'master'", "'chief'"]),
-    "type ps": (task(type="ps"), ValueError, ["MultiWorkerMirroredStrategy"]),
-    "evaluator beyond": (
-        task(type="evaluator", index=1),
-        ValueError,
-        ["'evaluator'", "1 tasks"],
-    ),
+    "type unknown": (task(type="Worker"), ValueError, ["'Worker'", "Use"]),
     "task without cluster": (
         json.dumps({"task": {"type": "worker", "index": 1}}),
         ValueError,
@@ -202,16 +174,6 @@ CORPUS = {
         ["['www"],
     ),
     # The cluster.
-    "job unknown": (
-        config({"workers": [f"{SECRET}:1"]}),
-        ValueError,
-        ["'workers'", "'worker'"],
-    ),
-    "job of tf 1": (
-        config({"master": ["a:1"], **WORKERS}),
-        ValueError,
-        ["'master'", "'chief'"],
-    ),
     "job of a huge name": (
         config({"w" * 100_000: ["a:1"]}),
         ValueError,
@@ -223,37 +185,10 @@ CORPUS = {
         ValueError,
         ["MultiWorkerMirroredStrategy", "docs/migration.md"],
     ),
-    "two chiefs": (
-        config({"chief": ["c:1", "d:1"], **WORKERS}),
-        ValueError,
-        ["at most one 'chief'", "2"],
-    ),
-    "two evaluators": (
-        config({"evaluator": ["c:1", "d:1"], **WORKERS}),
-        ValueError,
-        ["at most one 'evaluator'"],
-    ),
-    "evaluator only": (
-        config({"evaluator": ["c:1"]}, {"type": "evaluator", "index": 0}),
-        ValueError,
-        ["process that trains"],
-    ),
-    "no tasks": (config({"worker": []}), ValueError, ["process that trains"]),
-    "gap": (config({"worker": {"0": "a:1", "2": "c:1"}}), ValueError, ["gap"]),
     "index of a job is no number": (
         config({"worker": {"first": f"{SECRET}:1"}}),
         ValueError,
         ["'first'", "'worker'"],
-    ),
-    "index of a job is negative": (
-        config({"worker": {"-1": "a:1"}}),
-        ValueError,
-        ["'-1'"],
-    ),
-    "index of a job is huge": (
-        config({"worker": {"0": "a:1", "999999999": "b:1"}}),
-        ValueError,
-        ["'999999999'"],
     ),
     # The addresses.
     "same address": (
@@ -267,33 +202,7 @@ CORPUS = {
         ["'chief'", "'worker'", "different"],
     ),
     "no port": (workers("b"), ValueError, ["'b'", "port is missing", "task 1"]),
-    "empty address": (workers(""), ValueError, ["''", "port is missing"]),
-    "no host": (workers(":1"), ValueError, ["neither a name"]),
-    "port zero": (workers("b:0"), ValueError, ["'b:0'", "1 to 65535"]),
-    "port too large": (workers("b:65536"), ValueError, ["1 to 65535"]),
-    "port is a word": (workers("b:http"), ValueError, ["'b:http'"]),
-    "port of many digits": (workers("b:" + "1" * 10_000), ValueError, ["port"]),
-    "scheme": (workers("grpc://b:1"), ValueError, ["neither a name"]),
-    "IPv6 without brackets": (
-        workers("fe80::1:2222"),
-        ValueError,
-        ["neither a name"],
-    ),
-    "IPv6 that is none": (
-        workers("[fe80::x]:1"),
-        ValueError,
-        ["neither a name"],
-    ),
-    "IPv4 that is none": (
-        workers("10.0.0.256:1"),
-        ValueError,
-        ["neither a name"],
-    ),
     "line break": (workers("b\nc:1"), ValueError, [r"'b\nc:1'"]),
-    "user": (workers("root@b:1"), ValueError, ["neither a name"]),
-    "command": (workers("$(id):1"), ValueError, ["neither a name"]),
-    "two addresses": (workers("b:1,c:1"), ValueError, ["task 1"]),
-    "huge host": (workers("b" * 100_000 + ":1"), ValueError, ["neither"]),
 }
 
 
@@ -384,24 +293,6 @@ def test_parity_parameter_servers_are_shown_and_not_started():
     assert resolver.cluster_spec().job_tasks("ps") == ["p:1"]
     with pytest.raises(ValueError, match="Parameter servers"):
         cluster_resolver.task_info(resolver)
-
-
-def test_cluster_of_one_task_has_an_empty_master():
-    text = config({"worker": ["a:1"]})
-    resolver = cluster_resolver.TFConfigClusterResolver(
-        environ={"TF_CONFIG": text}
-    )
-    assert resolver.master() == resolver.master("worker", 0) == ""
-    info = cluster_resolver.task_info(resolver)
-    assert (info.num_processes, info.coordinator_address) == (1, "a:1")
-
-
-def test_what_is_not_known_is_let_be():
-    parsed = tf_config.parse_tf_config(
-        config(environment="cloud", model_dir="/tmp", job={"x": [1, None]})
-    )
-    assert parsed.task_id == 0
-    assert parsed.cluster.as_dict() == WORKERS
 
 
 def test_large_tf_config_is_quick():
