@@ -136,56 +136,42 @@ def test_parameters_are_copied(tmp_path):
         ("evaluate", {"steps": 0}, ValueError, "`steps` must be > 0"),
         ("evaluate", {"input_fn": None}, TypeError, "must be callable"),
         ("evaluate", {"name": 3}, TypeError, "`name` must be a str"),
-        (
-            "evaluate",
-            {"hooks": [3]},
-            TypeError,
-            "`hooks` must be Keras callbacks",
-        ),
-        (
-            "evaluate",
-            {"checkpoint_path": "/nowhere/7"},
-            ValueError,
-            "the directory does not exist",
-        ),
-        (
-            "evaluate",
-            {"checkpoint_path": "/nowhere"},
-            ValueError,
-            "named after its step",
-        ),
+        ("evaluate", {"hooks": [3]}, TypeError, "must be Keras callbacks"),
         ("predict", {"input_fn": "a"}, TypeError, "must be callable"),
-        (
-            "predict",
-            {"checkpoint_path": "/nowhere/7"},
-            ValueError,
-            "the directory does not exist",
-        ),
-        (
-            "export_saved_model",
-            {"export_dir_base": "a"},
-            ValueError,
-            "Could not find a trained",
-        ),
-        ("get_variable_names", {}, ValueError, "Could not find a trained"),
-        (
-            "get_variable_value",
-            {"name": "a"},
-            ValueError,
-            "Could not find a trained",
-        ),
     ],
 )
 def test_wrong_argument_of_a_method_is_refused(
     tmp_path, method, arguments, error, text
 ):
     estimator = estimator_of(tmp_path)
-    given = {"input_fn": arrays} | arguments
-    if method.startswith(("get", "export")):
-        del given["input_fn"]
     with pytest.raises(error, match=text):
-        getattr(estimator, method)(**given)
+        getattr(estimator, method)(**{"input_fn": arrays} | arguments)
     assert estimator.latest_checkpoint() is None
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [("7", "the directory does not exist"), ("", "named after its step")],
+)
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_wrong_path_of_a_checkpoint_is_refused(tmp_path, method, path, text):
+    call = getattr(estimator_of(tmp_path), method)
+    with pytest.raises(ValueError, match=text):
+        call(arrays, checkpoint_path=f"/nowhere/{path}")
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("export_saved_model", ("a",)),
+        ("get_variable_names", ()),
+        ("get_variable_value", ("a",)),
+    ],
+)
+def test_an_untrained_model_is_refused(tmp_path, method, arguments):
+    call = getattr(estimator_of(tmp_path), method)
+    with pytest.raises(ValueError, match="Could not find a trained"):
+        call(*arguments)
 
 
 # Training.
@@ -908,18 +894,14 @@ def test_metric_of_another_name_keeps_its_arguments(tmp_path):
     assert estimator.evaluate(arrays)["group/five"] == 5.0
 
 
-def test_metric_with_two_names_is_refused(tmp_path):
-    metric = keras.metrics.MeanAbsoluteError()
-    model_fn = metrics_fn({"a": metric, "b": metric})
-    estimator = Estimator(model_fn, config=models.config_of(tmp_path))
-    with pytest.raises(ValueError, match="must have one name"):
-        estimator.evaluate(arrays)
+TWICE = keras.metrics.MeanAbsoluteError()
 
 
 @pytest.mark.parametrize(
     ("metrics", "outputs", "text"),
     [
         ({"a": "mse", "b": "mae"}, 2, "with one output.*metrics={"),
+        ({"a": TWICE, "b": TWICE}, 1, "must have one name"),
     ],
 )
 def test_metrics_that_cannot_be_named_are_refused(

@@ -370,6 +370,7 @@ def test_a_parameter_server_is_refused(tmp_path, monkeypatch):
 
 # Early stopping.
 
+NO_SECS = {"run_every_secs": None}
 RISING = {0: {"a": 1.0}, 10: {"a": 3.0}, 20: {"a": 2.0}, 30: {"a": 3.0}}
 
 
@@ -445,18 +446,10 @@ def test_early_stopping_in_train_and_evaluate(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        (
-            {"estimator": 3},
-            TypeError,
-            "`estimator` must be a `ks.estimator.Estimator`",
-        ),
+        ({"estimator": 3}, TypeError, "be a `ks.estimator.Estimator`"),
         ({"run_every_steps": 3}, ValueError, "Exactly one of"),
-        ({"run_every_secs": None}, ValueError, "Exactly one of"),
-        (
-            {"run_every_secs": None, "run_every_steps": 0},
-            ValueError,
-            "`run_every_steps` must be > 0",
-        ),
+        (NO_SECS, ValueError, "Exactly one of"),
+        ({**NO_SECS, "run_every_steps": 0}, ValueError, "steps` must be > 0"),
         ({"run_every_secs": -1}, ValueError, ">= 0"),
     ],
 )
@@ -505,11 +498,7 @@ def test_in_memory_evaluation_is_that_of_a_checkpoint(tmp_path, replicas):
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        (
-            {"estimator": 3},
-            TypeError,
-            "`estimator` must be a `ks.estimator.Estimator`",
-        ),
+        ({"estimator": 3}, TypeError, "be a `ks.estimator.Estimator`"),
         ({"input_fn": 3}, TypeError, "must be callable"),
         ({"every_n_iter": None}, TypeError, "`every_n_iter` must be an int"),
         ({"every_n_iter": 0}, ValueError, "`every_n_iter` must be > 0"),
@@ -582,16 +571,8 @@ def not_built():
             ValueError,
             "Either `keras_model` or",
         ),
-        (
-            lambda: {"keras_model": not_compiled()},
-            ValueError,
-            "must be compiled",
-        ),
-        (
-            lambda: {"keras_model": not_built()},
-            ValueError,
-            "has no weights yet",
-        ),
+        (lambda: {"keras_model": not_compiled()}, ValueError, "be compiled"),
+        (lambda: {"keras_model": not_built()}, ValueError, "no weights yet"),
         (lambda: {"keras_model": 3}, TypeError, "must be a Keras model"),
         (lambda: {"keras_model_path": 3}, TypeError, "must be a path"),
         (lambda: {"keras_model_path": "a.h5"}, ValueError, "`.keras` file"),
