@@ -113,11 +113,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_steps_that_are_written(tmp_path, name, replicas):
+def test_steps_that_are_written(tmp_path, name):
     (every, steps_per_execution, epochs), expected = CASES[name]
-    model = _kept_model(replicas, steps_per_execution)
+    model = _kept_model(2, steps_per_execution)
     model.optimizer.iterations.assign(0)
     fit(model, Scalars(tmp_path, every_n_steps=every), epochs=epochs)
     assert list_steps(tmp_path) == expected
@@ -266,10 +265,7 @@ OPTIMIZERS = {
         lambda: keras.optimizers.SGD(lambda: 0.125),
         {"learning_rate": [0.125] * 4},
     ),
-    "several": (
-        multi_optimizer,
-        {},
-    ),
+    "several": (multi_optimizer, {}),
 }
 
 

@@ -146,19 +146,6 @@ def test_states_alone_are_kept(tmp_path):
     assert noted.state == {"a": 1}
 
 
-def test_values_are_those_of_the_call_of_save(tmp_path):
-    """Writing goes on while the variables get other values."""
-    found = parts(2)
-    with make_manager(tmp_path, found) as manager:
-        expected = values(found)
-        manager.save(1)
-        scramble(found)
-        manager.wait()
-        manager.restore(1)
-    for actual, value in zip(values(found), expected, strict=True):
-        np.testing.assert_array_equal(actual, value)
-
-
 def test_states_keep_their_types(tmp_path):
     state = {
         "number": 1 / 3,
@@ -291,16 +278,6 @@ def test_a_save_killed_around_its_manifest_leaves_nothing(
         manager.save(2)
     assert set(os.listdir(tmp_path / "killed")) == {LOCK, "1", "2"}
     assert caplog.text == ""
-
-
-@pytest.mark.multi_process
-def test_one_manager_at_a_time(tmp_path):
-    found = parts(1)
-    with make_manager(tmp_path, found):
-        checkpoint = ks.checkpoint.Checkpoint(**found)
-        with pytest.raises(RuntimeError, match="Only one run at a time"):
-            ks.checkpoint.CheckpointManager(checkpoint, tmp_path)
-    make_manager(tmp_path, found).close()
 
 
 def test_a_save_writes_a_deleted_lock_again(tmp_path):

@@ -348,15 +348,6 @@ def test_a_model_that_may_not_be_built(tmp_path, make):
         ks.checkpoint.Checkpoint(model=make()).restore(tmp_path)
 
 
-def test_another_model_is_named(tmp_path):
-    ks.checkpoint.Checkpoint(model=model_of()).save(tmp_path / "a")
-    new = model_of(width=5)
-    before = new.get_weights()
-    with pytest.raises(ValueError, match=r"\[3, 4\] in the checkpoint"):
-        ks.checkpoint.Checkpoint(model=new).restore(tmp_path)
-    assert_same(new.get_weights(), before)
-
-
 def test_a_damaged_one(tmp_path):
     path = ks.checkpoint.Checkpoint(v=keras.Variable(1.0)).save(tmp_path / "a")
     for file in pathlib.Path(path).rglob("*"):

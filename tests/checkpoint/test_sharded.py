@@ -13,9 +13,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.checkpoint.directory.names import find_steps
 from keras_strategies.testing import assert_replicated, run_processes
-from keras_strategies.variables.model_variables import (
-    all_variables,
-)
+from keras_strategies.variables.model_variables import all_variables
 from tests.checkpoint import sharded
 from tests.support.checkpoint.damages import DAMAGES
 from tests.support.checkpoint.runs import Interrupted, assert_equal
@@ -97,8 +95,7 @@ def test_any_layout_resumes_what_another_began(first, then, begun, tmp_path):
 
 @pytest.mark.multi_process
 @pytest.mark.parametrize(
-    ("count", "devices"),
-    [(1, 8), pytest.param(2, 2, marks=pytest.mark.slow)],
+    ("count", "devices"), [(1, 8), pytest.param(2, 2, marks=pytest.mark.slow)]
 )
 def test_killed_in_the_middle_of_a_save(tmp_path, count, devices):
     first, *_ = run_processes(

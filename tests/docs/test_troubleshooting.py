@@ -328,7 +328,7 @@ def test_every_message_has_a_case():
     assert len(messages()) >= 20
 
 
-# It waits for seconds; tests/checkpoint/test_manager.py has it by default.
+# It waits for seconds; tests/callbacks/test_checkpoint.py has it by default.
 @pytest.mark.parametrize(
     "start", some(CASES, {*CASES} - {"Only one run at a time"})
 )

@@ -55,37 +55,21 @@ def directory(pristine, tmp_path):
 # Names.
 
 
+@pytest.mark.parametrize("step", [0, 7, 120, 2**63 - 1])
+def test_step_of_a_name(step):
+    assert names.parse_step(str(step)) == step
+
+
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    "name",
     [
-        ("0", 0),
-        ("7", 7),
-        ("120", 120),
-        (str(2**63 - 1), 2**63 - 1),
-        (str(2**63), None),
-        ("9" * 5000, None),
-        ("007", None),
-        ("00", None),
-        ("-1", None),
-        ("+1", None),
-        ("1.5", None),
-        ("1e3", None),
-        ("1_000", None),
-        (" 1", None),
-        ("1\n", None),
-        ("", None),
-        (".", None),
-        ("..", None),
-        ("1/2", None),
-        ("\u0663", None),
-        ("\u00b2", None),
-        ("\uff11", None),
-        ("3.orbax-checkpoint-tmp", None),
-        ("3.deleting-ab", None),
+        *(str(2**63), "9" * 5000, "007", "00", "-1", "+1", "1.5", "1e3"),
+        *("1_000", " 1", "1\n", "", ".", "..", "1/2", "\u0663", "\u00b2"),
+        *("\uff11", "3.orbax-checkpoint-tmp", "3.deleting-ab"),
     ],
 )
-def test_step_of_a_name(name, expected):
-    assert names.parse_step(name) == expected
+def test_names_that_are_no_steps(name):
+    assert names.parse_step(name) is None
 
 
 @pytest.mark.parametrize(
