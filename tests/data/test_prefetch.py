@@ -16,17 +16,10 @@ pytestmark = pytest.mark.quick
 LIMIT = 60  # Seconds; nothing here takes so long.
 
 
-def prefetched(
-    make,
-    is_pause=lambda item: False,
-    needs_thread=True,
-):
+def prefetched(make, is_pause=lambda item: False, needs_thread=True):
     stop = threading.Event()
     return Prefetched(
-        make(stop.is_set),
-        stop,
-        is_pause=is_pause,
-        needs_thread=needs_thread,
+        make(stop.is_set), stop, is_pause=is_pause, needs_thread=needs_thread
     )
 
 

@@ -7,12 +7,8 @@ import jax
 import keras
 import numpy as np
 import pytest
-from keras.src.trainers.data_adapters.array_data_adapter import (
-    ArrayDataAdapter,
-)
-from keras.src.trainers.data_adapters.py_dataset_adapter import (
-    PyDatasetAdapter,
-)
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from keras_strategies.data.distributed import count_rows
 from keras_strategies.data.options import AutoShardPolicy

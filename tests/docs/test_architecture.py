@@ -205,11 +205,7 @@ def check(title, files):
 
 
 # The maximum numbers of entries and of returns. They may only fall.
-COUNTS = {
-    "A row of data": (30, 11),
-    "A gradient": (8, 1),
-    "A loss": (8, 1),
-}
+COUNTS = {"A row of data": (30, 11), "A gradient": (8, 1), "A loss": (8, 1)}
 
 
 def check_counts(title, recorder):

@@ -39,6 +39,14 @@ def list_files(directory):
     )
 
 
+def load_by_torch(_):
+    import torch
+
+    rows = map(torch.as_tensor, (X, Y))
+    dataset = torch.utils.data.TensorDataset(*rows)
+    return {"x": torch.utils.data.DataLoader(dataset, batch_size=SIZE)}
+
+
 # By the words that a row of the page's table begins with.
 GIVEN = {
     "arrays": lambda _: {"x": X, "y": Y, "batch_size": SIZE},
@@ -52,16 +60,12 @@ GIVEN = {
     "`grain.IterDataset`": lambda _: {
         "x": grain.MapDataset.source(ROWS).to_iter_dataset().batch(SIZE)
     },
+    "`torch.utils.data.DataLoader`": load_by_torch,
     "`ks.data.files": lambda directory: {"x": list_files(directory)},
     "generators": lambda _: {"x": make_iter(*PIECES)},
 }
-# tests/data/tfdata/test_tf_data.py reads files; tests of torch need it.
-# test_extending.py has sources.
-ELSEWHERE = {
-    "`tf.data.Dataset` that reads",
-    "`torch.utils.data.DataLoader`",
-    "a `ks.data.Source`",
-}
+# tests/data/tfdata/test_tf_data.py reads files; test_extending.py has sources.
+ELSEWHERE = {"`tf.data.Dataset` that reads", "a `ks.data.Source`"}
 
 
 def rows_of_table(heading):
@@ -84,29 +88,19 @@ def trained(model, given):
 
 @plain_keras.no_data_left
 @plain_keras.no_shuffle
-@pytest.mark.parametrize("kind", GIVEN)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.torch] * ("torch" in kind))
+        for kind in GIVEN
+    ],
+)
 def test_a_kind_of_data_trains_as_arrays_in_plain_keras(kind, tmp_path):
     plain = keras.Sequential([keras.Input((3,)), plain_keras.dense(1)])
     expected = trained(plain, {"x": X, "y": Y, "batch_size": SIZE})
     with plain_keras.mirrored(3).scope():
         model = keras.Sequential([keras.Input((3,)), plain_keras.dense(1)])
         got = trained(model, GIVEN[kind](tmp_path))
-    plain_keras.assert_same(expected, got, tolerance=1e-6)
-
-
-@pytest.mark.torch
-def test_torchs_loader_trains_as_arrays_in_plain_keras():
-    import torch
-
-    dataset = torch.utils.data.TensorDataset(
-        torch.as_tensor(X), torch.as_tensor(Y)
-    )
-    loader = torch.utils.data.DataLoader(dataset, batch_size=SIZE)
-    plain = keras.Sequential([keras.Input((3,)), plain_keras.dense(1)])
-    expected = trained(plain, {"x": X, "y": Y, "batch_size": SIZE})
-    with plain_keras.mirrored(3).scope():
-        model = keras.Sequential([keras.Input((3,)), plain_keras.dense(1)])
-        got = trained(model, {"x": loader})
     plain_keras.assert_same(expected, got, tolerance=1e-6)
 
 

@@ -275,10 +275,7 @@ STEP = {
 BINDINGS = {
     "gpus-per-node=4": ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (2, 3)),
     "gpus-per-task=2": ({"CUDA_VISIBLE_DEVICES": "2,3"}, (0, 1)),
-    "gpus-per-task=2, in a cgroup": (
-        {"CUDA_VISIBLE_DEVICES": "0,1"},
-        (0, 1),
-    ),
+    "gpus-per-task=2, in a cgroup": ({"CUDA_VISIBLE_DEVICES": "0,1"}, (0, 1)),
     "gpus-per-task=1": (
         {"CUDA_VISIBLE_DEVICES": "1", "SLURM_GPUS_ON_NODE": "2"},
         (0,),

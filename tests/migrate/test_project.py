@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -132,20 +130,6 @@ def test_a_file_that_cannot_be_read(project, capsys, name, content, message):
 def test_a_path_must_exist(capsys):
     assert main(["migrate", "none.py"]) == 2
     assert "Received: 'none.py'" in capsys.readouterr().err
-
-
-def test_help_imports_neither_keras_nor_jax():
-    code = (
-        "import sys\n"
-        "from keras_strategies.cli.main import main\n"
-        "try: main(['migrate', '--help'])\n"
-        "except SystemExit: pass\n"
-        "print([m for m in ('keras', 'jax') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True
-    )
-    assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
 def test_line_breaks_and_encodings_stay(project):

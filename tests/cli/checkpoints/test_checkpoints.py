@@ -179,12 +179,6 @@ def test_checkpoint_deleted_meanwhile_is_left_out(directory, monkeypatch):
     assert [entry.step for entry in listing.checkpoints] == [3, 20]
 
 
-def test_link_is_shown_as_damaged(directory, tmp_path):
-    shutil.move(directory / "12", tmp_path / "elsewhere")
-    (directory / "12").symlink_to(tmp_path / "elsewhere")
-    assert problems_of(directory)[12] == "it is a symbolic link"
-
-
 def test_empty_directory_says_so(tmp_path, capsys):
     assert main(["checkpoints", str(tmp_path)]) == 0
     assert "No checkpoints." in capsys.readouterr().out

@@ -57,11 +57,7 @@ def dev(tmp_path):
     ("environ", "options", "expected"),
     [
         ({}, {}, [((0, 1, 2), None), ((3, 4, 5), None)]),
-        (
-            {"CUDA_VISIBLE_DEVICES": "4,5"},
-            {},
-            [((0,), "4,5"), ((1,), "4,5")],
-        ),
+        ({"CUDA_VISIBLE_DEVICES": "4,5"}, {}, [((0,), "4,5"), ((1,), "4,5")]),
         (
             {},
             {"has_evaluator": True},

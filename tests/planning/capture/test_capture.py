@@ -320,26 +320,19 @@ def test_arrays_are_passed_whole(tmp_path):
     ("layout", "partitioner", "expected"),
     [
         (None, "", "replicated"),
-        (
-            None,
-            "variable_partitioner=ks.experimental.FullySharded()",
-            "sharded",
-        ),
-        (None, f"{DIVIDED}FullySharded(8)", "sharded"),
-        (None, f"{DIVIDED}FullySharded(4)", "sharded:4"),
-        (
-            None,
-            f"{DIVIDED}FullySharded(min_size=1)",
-            "FullySharded(min_size=1)",
-        ),
+        (None, "FullySharded()", "sharded"),
+        (None, "FullySharded(8)", "sharded"),
+        (None, "FullySharded(4)", "sharded:4"),
+        (None, "FullySharded(min_size=1)", "FullySharded(min_size=1)"),
         (parse_layout("slots"), "", "slots"),
-        (Layout(), f"{DIVIDED}FullySharded()", "replicated"),
+        (Layout(), "FullySharded()", "replicated"),
     ],
 )
 def test_the_layout_is_the_scripts_or_the_one_that_is_named(
     tmp_path, layout, partitioner, expected
 ):
-    text = HEAD + f"strategy = ks.MirroredStrategy({partitioner})\n" + MODEL
+    given = partitioner and f"{DIVIDED}{partitioner}"
+    text = HEAD + f"strategy = ks.MirroredStrategy({given})\n" + MODEL
     capture = caught(tmp_path, text + "model.fit(x, y)", layout)
     assert capture.layout == expected
 

@@ -2,11 +2,7 @@
 
 import pytest
 
-from keras_strategies.experimental import (
-    FullySharded,
-    Replicated,
-    SlotsOnly,
-)
+from keras_strategies.experimental import FullySharded, Replicated, SlotsOnly
 from keras_strategies.planning.compile import layouts as lib
 from keras_strategies.planning.compile.layouts import Layout
 
@@ -26,10 +22,7 @@ def custom(path, shape):
         ("sharded", Layout(partitioner=FullySharded())),
         ("sharded:8", Layout(partitioner=FullySharded(8))),
         ("model:4", Layout(cores=4)),
-        (
-            "sharded:16+model:4",
-            Layout(partitioner=FullySharded(16), cores=4),
-        ),
+        ("sharded:16+model:4", Layout(partitioner=FullySharded(16), cores=4)),
         ("slots+model:2", Layout(partitioner=SlotsOnly(), cores=2)),
     ],
 )

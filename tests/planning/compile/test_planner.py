@@ -126,10 +126,7 @@ class Step:
 
 def candidate(make):
     return Candidate(
-        topology="v5e:2x2",
-        layout="replicated",
-        devices=DEVICES,
-        make=make,
+        topology="v5e:2x2", layout="replicated", devices=DEVICES, make=make
     )
 
 

@@ -119,9 +119,7 @@ def test_nothing_is_a_page_too(given):
 
 def test_everything_given_is_escaped():
     bad = "<script>\"&'`</code>"
-    steps = [
-        step(topology=bad, layout=bad, advice=bad, error=bad),
-    ]
+    steps = [step(topology=bad, layout=bad, advice=bad, error=bad)]
     page = Page(Plan(steps=steps, notes=(bad,)).to_html())
     assert not page.all_of("script")
     assert page.text.count("<script>") > 4
