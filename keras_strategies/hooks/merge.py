@@ -116,33 +116,6 @@ def combine(
     return merged, list(sums)
 
 
-def plan_group(
-    step: StepContext,
-    variables: Sequence[keras.Variable],
-    old: Group,
-    folded: Group,
-    new: Group,
-    *,
-    are_metrics: bool = False,
-) -> list[Plan]:
-    """Plans how the replicas' values of a group of variables are combined.
-
-    Args:
-      step: The step that is being traced.
-      variables: The variables of the group.
-      old: The variables' values before the step.
-      folded: The same as `old`, except that each random seed is replaced by
-        the seed that this replica used.
-      new: The variables' values after the step on this replica.
-      are_metrics: Whether these are metrics' variables, for which the
-        replicas' changes are summed by default.
-    """
-    return [
-        plan_variable(step, *values, are_metrics)
-        for values in zip(variables, old, folded, new, strict=True)
-    ]
-
-
 def plan_variable(
     step: StepContext,
     variable: keras.Variable,
@@ -153,7 +126,15 @@ def plan_variable(
 ) -> Plan:
     """Plans how the replicas' values of a variable are combined.
 
-    See `plan_group`.
+    Args:
+      step: The step that is being traced.
+      variable: The variable.
+      old: The variable's value before the step.
+      folded: The same as `old`, except that a random seed is replaced by the
+        seed that this replica used.
+      new: The variable's value after the step on this replica.
+      is_metric: Whether it is a metric's variable, for which the replicas'
+        changes are summed by default.
     """
     if new is folded or new is old or new is None:
         return Plan(old, lambda _: old)

@@ -157,9 +157,10 @@ def result(
         return original(metric, *args, **kw)
     before = [step.notes.before[v] for v in variables]
     mine = [v.value for v in variables]
-    plans = merge_lib.plan_group(
-        step, variables, before, before, mine, are_metrics=True
-    )
+    plans = [
+        merge_lib.plan_variable(step, variable, old, old, new, True)
+        for variable, old, new in zip(variables, before, mine, strict=True)
+    ]
     # If the result is only logged, the logged value is computed from the state
     # that the step returns (`step_logs.read_logs`), and the compiler removes
     # these computations as dead code.

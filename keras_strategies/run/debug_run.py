@@ -133,19 +133,19 @@ def _merge_writes(
     before = [seen.get_values_before(v) for v in variables]
     old, folded = [pair[0] for pair in before], [pair[1] for pair in before]
     called = replica_trace.collect_call(step, seen, results, variables, folded)
-    notes: list[replica_merge.BranchFacts] = turn.meet(called.note)
-    for k in replica_trace.find_unaggregated(notes):
+    branches: list[ragged_call.BranchResult] = turn.meet(called)
+    for k in replica_trace.find_unaggregated(branches):
         if not bool(replica_trace.is_same(called.new[k], step.axis)):
             replica_trace.refuse_difference(variables[k])
     values, copies, _ = replica_merge.merge_state(
-        merging, variables, old, folded, called, notes, []
+        merging, variables, old, folded, called, branches, []
     )
     written: _Written = []
     copy = iter(copies)
     for k, variable in enumerate(variables):
         if on_read.is_on_read(variable):
             written.append((variable, values[k], next(copy)))
-        elif any(note.is_changed[k] for note in notes):
+        elif any(branch.is_changed[k] for branch in branches):
             written.append((variable, values[k], None))
     return called, written
 
@@ -211,11 +211,11 @@ def _regroup_results(
     ended: list[ragged_call.BranchResult], mesh: ReplicaMesh
 ) -> Tree:
     """Combines the replicas' results into one nest, like a compiled `run`."""
-    notes = [called.note.structure for called in ended]
+    structures = [called.structure for called in ended]
     columns = zip(*[called.outputs for called in ended], strict=True)
     return replica_trace.rebuild_nest(
-        notes[0][0],
-        replica_trace.merge_constants(notes),
+        structures[0][0],
+        replica_trace.merge_constants(structures),
         (_wrap_parts(list(column), mesh) for column in columns),
         lambda values: _wrap_parts(list(map(jax.numpy.asarray, values)), mesh),
     )

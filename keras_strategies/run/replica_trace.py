@@ -88,7 +88,7 @@ def merge_constants(structures: list[Any]) -> list[list[Any] | None]:
     numbers of rows. In debug mode the call of each replica is a variant.
 
     Args:
-      structures: Each variant's `BranchFacts.structure`.
+      structures: Each variant's `BranchResult.structure`.
 
     Returns:
       A list with an entry for each leaf: None if the leaf is an array; a list
@@ -217,7 +217,7 @@ def collect_call(
 def make_report(
     mesh: ReplicaMesh,
     outputs: list[Any],
-    notes: list[replica_merge.BranchFacts],
+    branches: list[BranchResult],
     shapes: list[list[tuple[int, ...]]] | None,
     num_written: int,
 ) -> TraceReport:
@@ -226,16 +226,16 @@ def make_report(
     Args:
       mesh: The mesh of the replicas.
       outputs: The results that are arrays.
-      notes: The `BranchFacts` of each variant of the call.
+      branches: The result of the call in each variant's trace.
       shapes: For each replica, the shapes of its outputs; or None if all
         replicas have the shapes of `outputs`.
       num_written: The number of written variables. They come first in the lists
-        of `notes`.
+        of `branches`.
 
     Raises:
       ValueError: if the variants return nests of different structures.
     """
-    structures = [note.structure for note in notes]
+    structures = [branch.structure for branch in branches]
     columns = zip(*(shapes or [[()] * len(outputs)]), strict=True)
     differing = [column if len(set(column)) > 1 else None for column in columns]
     places = range(len(outputs) if mesh.num_replicas > 1 else 0)
@@ -244,7 +244,7 @@ def make_report(
         structure=structures[0][0],
         constants=merge_constants(structures),
         summed=[k for k in small if differing[k] is None],
-        unchecked=[k for k in find_unaggregated(notes) if k < num_written],
+        unchecked=[k for k in find_unaggregated(branches) if k < num_written],
         shapes=differing,
     )
 
@@ -269,12 +269,12 @@ def is_same(value: Array, axis: Axis) -> jax.Array:
     return jnp.all((highest == lowest) & same_nans)
 
 
-def find_unaggregated(notes: list[replica_merge.BranchFacts]) -> list[int]:
+def find_unaggregated(branches: list[BranchResult]) -> list[int]:
     """Returns the indices of variables that all replicas must write equally.
 
     These are variables that a replica wrote and that have no aggregation.
     """
-    columns = zip(*(note.is_unaggregated for note in notes), strict=True)
+    columns = zip(*(b.is_unaggregated for b in branches), strict=True)
     return [k for k, column in enumerate(columns) if any(column)]
 
 

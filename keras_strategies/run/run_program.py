@@ -304,9 +304,9 @@ class RunProgram:
             is_ragged=bool(self._variant_rows),
             share=compute_local_share(self._variant_rows, step.axis),
         )
-        called, notes, shapes = self._call_variants(variables, folded, leaves)
+        called, traced, shapes = self._call_variants(variables, folded, leaves)
         report = replica_trace.make_report(
-            self._mesh, called.outputs, notes, shapes, len(self._written)
+            self._mesh, called.outputs, traced, shapes, len(self._written)
         )
         values, new_copies, sums = replica_merge.merge_state(
             step,
@@ -314,7 +314,7 @@ class RunProgram:
             old,
             folded,
             called,
-            notes,
+            traced,
             [as_number(called.outputs[k]) for k in report.summed],
         )
         same = [
@@ -358,11 +358,11 @@ class RunProgram:
         variables: list[keras.Variable],
         folded: list[Any],
         leaves: list[Any],
-    ) -> tuple[BranchResult, list[Any], list[list[tuple[int, ...]]] | None]:
-        """Calls all variants; returns the result, the notes and the shapes."""
+    ) -> tuple[BranchResult, list[BranchResult], list[Any] | None]:
+        """Calls all variants; returns what `call_ragged` does."""
         if not self._variant_rows:
             called = self._call(variables, folded, leaves)
-            return called, [called.note], None
+            return called, [called], None
         return call_ragged(
             lambda state, leaves: self._call(variables, state, leaves),
             self._variant_rows,

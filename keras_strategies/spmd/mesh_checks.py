@@ -1,7 +1,5 @@
 """Checks of the devices of meshes."""
 
-import itertools
-
 
 def check_cores(num_devices: int, cores: int, context_parallel: object) -> None:
     """Raises an error unless replicas have their cores, and may share.
@@ -40,12 +38,10 @@ def check_owners(owners: list[int], cores: int) -> None:
         frozenset(owners[k : k + cores]) for k in range(0, len(owners), cores)
     ]
     groups = dict.fromkeys(replica_groups)
-    runs = [(k, len(list(run))) for k, run in itertools.groupby(replica_groups)]
-    if (
-        sum(map(len, groups)) > len(set(owners))
-        or len(runs) != len(groups)
-        or len({count for _, count in runs}) > 1
-    ):
+    share = len(replica_groups) // len(groups)
+    in_order = [group for group in groups for _ in range(share)]
+    is_shared_twice = sum(map(len, groups)) > len(set(owners))
+    if is_shared_twice or replica_groups != in_order:
         shown = [sorted(group) for group in replica_groups[:16]]
         shown = [g[0] if len(g) == 1 else g for g in shown]
         more = "..." if len(replica_groups) > 16 else ""

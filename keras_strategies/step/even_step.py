@@ -54,12 +54,17 @@ def call_on_replica(
         # value after the last reset.
         folded[-1] = [step.notes.before[v] for v in metrics]
         old = [*old[:-1], folded[-1]]
-    groups = [
-        merge_lib.plan_group(step, *group, are_metrics=group[0] is metrics)
-        for group in zip(variables, old, folded, new, strict=True)
-    ]
+    plans = []
+    for group in zip(variables, old, folded, new, strict=True):
+        is_metric = group[0] is metrics
+        plans.append(
+            [
+                merge_lib.plan_variable(step, *values, is_metric)
+                for values in zip(*group, strict=True)
+            ]
+        )
     if metrics is None:
-        return results, merge_lib.combine(step, groups)[0]
+        return results, merge_lib.combine(step, plans)[0]
     logs, structure = jax.tree.flatten(results)
     # Those that are not results of metrics.
     known = (step.notes.results, step.notes.equal)
@@ -70,7 +75,7 @@ def call_on_replica(
         and not any(log in values for values in known)
     )
     shares = [step_logs.compute_share(step, log) for log in averaged]
-    merged, sums = merge_lib.combine(step, groups, shares)
+    merged, sums = merge_lib.combine(step, plans, shares)
     means = IdentityMap(zip(averaged, sums, strict=True))
     after = IdentityMap(zip(metrics, new[-1], strict=True))
     logs = step_logs.read_logs(

@@ -73,7 +73,7 @@ def lower_step(
     is_training = kind == "train"
     layout = find_layout(model, variables, mesh) if is_training else PLAIN
 
-    program = step_functions.make_program(
+    program = step_functions.PROGRAMS[kind](
         model, mesh, kind, variables, replica_scope, layout
     )
     state = tuple(shardings.get_shapes(group, mesh) for group in variables)

@@ -6,7 +6,6 @@ the model's step is mapped over them. Otherwise it runs once over the global
 batch, whose rows XLA shards over the devices.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -30,9 +29,10 @@ from keras_strategies.spmd.dispatch import dispatch
 from keras_strategies.spmd.mesh import ReplicaMesh
 from keras_strategies.spmd.replica_map import replicated_spec, split_spec
 from keras_strategies.spmd.sharded_map import sharded_map
-from keras_strategies.step import output_shardings
 from keras_strategies.step.even_step import call_on_replica
+from keras_strategies.step.in_place_step import make_stateless
 from keras_strategies.step.model_call import ModelCall
+from keras_strategies.step.output_shardings import constrain_values
 from keras_strategies.step.ragged_step import (
     assign_rows,
     call_step,
@@ -54,13 +54,19 @@ from keras_strategies.step.traced import (
     jit_named,
     scan_steps,
 )
-from keras_strategies.variables.host_memory import take_slots
+from keras_strategies.variables.host_memory import to_device, to_host
 from keras_strategies.variables.shardings import (
     get_sharding,
     get_spec,
     is_on_host,
 )
 
+WRITTEN = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
+"""For each kind of step, the indices of the groups that it usually writes.
+
+These groups are donated; of the others, only changed values are returned."""
+
+_STATEFUL = "a layer of the model stores a state for each row"
 _INDIVISIBLE = "the replicas cannot share the rows of its batch evenly"
 
 
@@ -72,16 +78,11 @@ class ModelProgram:
     for a value that did not change.
 
     Args:
-      step: The model's step: `step(state, data) -> (results, state)`.
-      name: The programs' name in profiles.
+      model: The built model.
+      mesh: The mesh of the replicas.
+      kind: `"train"`, `"test"` or `"predict"`.
       variables: The groups of the model's variables, in the order of the
         state's groups.
-      written: The indices of the groups that the step usually writes; these
-        groups are donated. Of the other groups, only changed values are
-        returned.
-      mesh: The mesh of the replicas.
-      global_reason: The reason why the step must see the global batch, if this
-        is known in advance.
       replica_scope: Makes the context manager of a step's replica context.
       layout: The layout of the state in mapped programs.
 
@@ -95,28 +96,29 @@ class ModelProgram:
 
     def __init__(
         self,
-        step: Callable[..., Any],
-        name: str,
-        variables: tuple[list[keras.Variable], ...],
-        *,
-        written: tuple[int, ...] = (),
+        model: keras.Model,
         mesh: ReplicaMesh,
-        global_reason: str | None = None,
-        replica_scope: ReplicaScope = contextlib.nullcontext,
-        layout: Layout = PLAIN,
+        kind: str,
+        variables: tuple[list[keras.Variable], ...],
+        replica_scope: ReplicaScope,
+        layout: Layout,
     ) -> None:
-        self._name, self._mesh = name, mesh
+        self._name, self._mesh = f"{kind}_step", mesh
+        step = make_stateless(model, kind, variables)
         self._model_call = ModelCall(
             step, mesh, replica_scope, is_predict=self._returns_rows
         )
+        self._written = written = WRITTEN[kind]
         self._variables = variables
         self._metrics = None if self._returns_rows else variables[-1]
-        self._written = written
         self._read = tuple(i for i in range(len(variables)) if i not in written)
         self._specs = [[get_spec(v, mesh) for v in g] for g in variables]
         self._is_sharded = any(
             isinstance(spec, Sharded) for group in self._specs for spec in group
         )
+        layers = model._flatten_layers()
+        # An RNN, for example.
+        is_stateful = any(getattr(v, "stateful", False) for v in layers)
         self._router = Router(
             StepTracer(
                 self._replica_body,
@@ -124,11 +126,11 @@ class ModelProgram:
                 mesh,
                 self._model_call.forget_losses,
             ),
-            self._model_call.step,
+            step,
             mesh,
-            global_reason=global_reason,
+            global_reason=_STATEFUL if is_stateful else None,
             returns_rows=self._returns_rows,
-            is_training=0 in written,
+            is_training=kind == "train",
         )
         self.find_route = self._router.find_route
         self._layout = layout
@@ -160,13 +162,22 @@ class ModelProgram:
             if not (has_cores or (is_placed and not has_rows)):
                 return body
 
-            def run_constrained(*args: Any) -> Any:
-                written, read = self._divide(self._find_shardings(is_even))
-                step = output_shardings.constrain_step(
-                    body, written, read, results
-                )
+            def run_constrained(state: Any, *args: Any) -> tuple[Any, ...]:
+                found = [
+                    [get_sharding(v, mesh) for v in group]
+                    for group in self._variables
+                ]
+                layout = self._mapped_layout if is_even else PLAIN
+                shardings = self._divide(layout.find_shardings(found))
                 groups, _ = self._divide(self._variables)
-                return take_slots(step, groups, moved=not is_even)(*args)
+                # Mapped steps move the slots themselves, when they need them.
+                move = to_host if is_even else to_device
+                state = list(map(move, state, groups))
+                outputs, *changes = body(state, *args)
+                new, changed, outputs = constrain_values(
+                    (*changes, outputs), (*shardings, results)
+                )
+                return outputs, list(map(to_host, new, groups)), changed
 
             return run_constrained
 
@@ -195,12 +206,6 @@ class ModelProgram:
                 f"{name}_{Form.RAGGED.value}",
             ),
         }
-
-    def _find_shardings(self, is_even: bool) -> Sequence[Sequence[Any]]:
-        """Returns the shardings of the state of one of the programs."""
-        mesh = self._mesh
-        plain = [[get_sharding(v, mesh) for v in g] for g in self._variables]
-        return self._mapped_layout.find_shardings(plain) if is_even else plain
 
     def _run_even_rows(
         self, is_stacked: bool, written: Group, read: Group, data: Batch

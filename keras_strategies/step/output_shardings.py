@@ -33,32 +33,26 @@ from keras_strategies.variables.shardings import (
 
 Program = Callable[..., Any]
 Variables = Sequence[keras.Variable]
-Shardings = Sequence[NamedSharding | None]
 
 
-def constrain_step(
-    body: Program,
-    written: Sequence[Shardings],
-    read: Sequence[Shardings],
-    results: NamedSharding,
-) -> Program:
-    """Constrains the shardings of a step's outputs.
+def constrain_values(values: Tree, shardings: Tree) -> Tree:
+    """Constrains the shardings of values, for use in a program.
 
     Args:
-      body: The step: `(...) -> (results, new values, changed values)`.
-      written: The shardings of the groups of new values; None for a place
-        without a value.
-      read: The shardings of the groups that the changed values belong to.
-      results: The sharding of the step's logs or outputs.
+      values: A nest of arrays. Those in the memory of the host stay as they
+        are.
+      shardings: The shardings, as a nest of the same structure or a prefix of
+        it.
     """
+    return jax.tree.map(
+        _constrain_array, values, jax.tree.broadcast(shardings, values)
+    )
 
-    def with_shardings(*args: Tree) -> tuple[Any, ...]:
-        outputs, new, changed = body(*args)
-        new = list(map(_constrain_group, new, written))
-        changed = list(map(_constrain_group, changed, read))
-        return _constrain(outputs, results), new, changed
 
-    return with_shardings
+def _constrain_array(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    if is_in_host_memory(array):
+        return array
+    return jax.lax.with_sharding_constraint(array, on_device(sharding))
 
 
 def constrain_run(
@@ -85,35 +79,11 @@ def constrain_run(
         written: Group, copies: Group, seen: Group, *args: Tree
     ) -> tuple[Any, ...]:
         written = to_device(written, variables[: len(written)])
-        results, copies, sums, same, values, report = program(
-            written, copies, to_device(seen, read), *args
-        )
-        split, replicated = mesh.split, mesh.whole
-        shardings = [get_sharding(v, mesh) for v in variables]
-        return (
-            _constrain(results, split),
-            _constrain(copies, split),
-            _constrain(sums, replicated),
-            _constrain(same, replicated),
-            to_host(_constrain_group(values, shardings), variables),
-            report,
-        )
+        outputs = program(written, copies, to_device(seen, read), *args)
+        split, whole = mesh.split, mesh.whole
+        new = [get_sharding(v, mesh) for v in variables]
+        shardings = split, split, whole, whole, new, whole
+        *others, values, report = constrain_values(outputs, shardings)
+        return *others, to_host(values, variables), report
 
     return with_shardings
-
-
-def _constrain(values: Tree, sharding: NamedSharding | None) -> Tree:
-    if sharding is None:
-        return None
-    return jax.tree.map(
-        lambda a: (
-            a
-            if is_in_host_memory(a)
-            else jax.lax.with_sharding_constraint(a, on_device(sharding))
-        ),
-        values,
-    )
-
-
-def _constrain_group(values: Group, shardings: Shardings) -> list[Any]:
-    return [_constrain(*pair) for pair in zip(values, shardings, strict=True)]

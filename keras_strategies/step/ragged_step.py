@@ -145,7 +145,7 @@ def call_step(
     before = [value for group in old for value in group]
     folded = seeds.fold_seeds(flat, before, step)
     about = step_fn, facts, rows, variables, metrics, structure
-    called, notes, _ = call_ragged(
+    called, branches, _ = call_ragged(
         functools.partial(_call_replica, *about),
         rows,
         [True] * len(leaves),
@@ -158,10 +158,10 @@ def call_step(
     averaged = [] if metrics is None else called.outputs
     means = [merge_lib.compute_mean_share(output, step) for output in averaged]
     values, _, means = replica_merge.merge_state(
-        step, flat, before, folded, called, notes, means
+        step, flat, before, folded, called, branches, means
     )
     state, outputs = _group(values, variables), called.outputs
-    structure, results = notes[0].structure
+    structure, results = branches[0].structure
     if metrics is not None:
         pairs = list(zip(metrics, state[-1], strict=True))
         outputs = step_logs.read_logs(outputs, means, results, pairs)

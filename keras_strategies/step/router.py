@@ -82,7 +82,12 @@ class Router:
         is_shared = self._returns_rows or not segment.is_padded
         rows = None if is_shared else segment.rows
         record = self._tracer.trace(self.kind, batch, rows)
-        if is_shared and self._uses_sums(record):
+        if (
+            is_shared
+            and record.error is None
+            and record.kind.sums_later
+            and are_used_as_sums(record.jaxpr, *self.summands)
+        ):
             self.kind = TraceKind()
             record = self._tracer.trace(self.kind, batch)
         found = self._analyze(record, batch) if is_shared else Analysis()
@@ -98,14 +103,6 @@ class Router:
         for equation in route.logs:
             analysis.warn_of_log(equation)
         return route
-
-    def _uses_sums(self, record: Record) -> bool:
-        """Returns whether each replica's own accumulators are used as sums."""
-        return (
-            record.error is None
-            and record.kind.sums_later
-            and are_used_as_sums(record.jaxpr, *self.summands)
-        )
 
     def _analyze(self, record: Record, batch: Batch) -> Analysis:
         """Returns what the traces of the step show about its rows."""

@@ -1,6 +1,5 @@
 """The train, test and predict functions that `fit` and similar methods call."""
 
-import contextlib
 import dataclasses
 import functools
 import warnings
@@ -30,6 +29,7 @@ from keras_strategies.step.in_place_step import (
     write_others,
 )
 from keras_strategies.step.model_call import ModelCall
+from keras_strategies.step.model_program import WRITTEN
 from keras_strategies.step.predict_program import PredictProgram
 from keras_strategies.step.state.array_groups import (
     find_layout,
@@ -55,7 +55,12 @@ _GROUPS = {
 }
 """For each kind of step, the groups of variables that form its state."""
 
-_DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
+PROGRAMS: dict[str, Any] = {
+    "train": StepProgram,
+    "test": StepProgram,
+    "predict": PredictProgram,
+}
+"""For each kind of step, the class of its programs."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -176,7 +181,7 @@ class StepFunctionCache:
     ) -> StepFunction:
         model, mesh, groups = self.model, self.mesh, _GROUPS[kind]
         program = self._make_program(kind, variables, layout)
-        donated = () if model.run_eagerly else _DONATED[kind]
+        donated = () if model.run_eagerly else WRITTEN[kind]
         flags = [(v, v.trainable) for v in (*variables[0], *variables[1])]
         others = find_other_variables(model, kind)
 
@@ -283,7 +288,7 @@ class StepFunctionCache:
                 stacklevel=2,
             )
         scope = self.replica_scope
-        return make_program(model, mesh, kind, variables, scope, layout)
+        return PROGRAMS[kind](model, mesh, kind, variables, scope, layout)
 
     def _make_eager(self, kind: str, variables: tuple[Any, ...]) -> Program:
         step, mesh = make_stateless(self.model, kind, variables), self.mesh
@@ -306,35 +311,6 @@ class StepFunctionCache:
             yield outputs, state
 
         return run
-
-
-def make_program(
-    model: keras.Model,
-    mesh: ReplicaMesh,
-    kind: str,
-    variables: tuple[list[keras.Variable], ...],
-    replica_scope: ReplicaScope = contextlib.nullcontext,
-    layout: Layout = PLAIN,
-) -> PredictProgram | StepProgram:
-    """Makes the program of a built model's train, test or predict step."""
-    step = make_stateless(model, kind, variables)
-    options: dict[str, Any] = {
-        "written": _DONATED[kind],
-        "mesh": mesh,
-        "global_reason": _find_global_reason(model),
-        "replica_scope": replica_scope,
-        "layout": layout,
-    }
-    make = PredictProgram if kind == "predict" else StepProgram
-    return make(step, f"{kind}_step", variables, **options)
-
-
-def _find_global_reason(model: keras.Model) -> str | None:
-    """Returns why a model surely needs the global batch, or None."""
-    if any(getattr(v, "stateful", False) for v in model._flatten_layers()):
-        # An RNN, for example.
-        return "a layer of the model stores a state for each row"
-    return None
 
 
 def step_variables(

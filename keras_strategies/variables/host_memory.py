@@ -5,7 +5,7 @@ values of variables on the host move them there first, and back at the end. XLA
 schedules the copies beside other work.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,27 +29,6 @@ def to_device(values: Sequence[Any], variables: Variables) -> list[Any]:
 def to_host(values: Sequence[Any], variables: Variables) -> list[Any]:
     """Moves the values of variables on the host back to it; see `to_device`."""
     return _move(values, variables, jax.memory.Space.Host)
-
-
-def take_slots(
-    step: Callable[..., Any], variables: Sequence[Variables], *, moved: bool
-) -> Callable[..., Any]:
-    """Lets a step take and return slots on the host.
-
-    Args:
-      step: The step: `step(state, ...) -> (results, new state, changes)`.
-      variables: The groups of variables of the state.
-      moved: Whether slots are moved to the devices before the step. Otherwise
-        the step moves them.
-    """
-    move = to_device if moved else to_host
-
-    def call(state: Sequence[Any], *args: Any) -> tuple[Any, Any, Any]:
-        state = list(map(move, state, variables))
-        results, new, changes = step(state, *args)
-        return results, list(map(to_host, new, variables)), changes
-
-    return call
 
 
 def is_in_host_memory(value: Any) -> bool:

@@ -63,7 +63,6 @@ class Feed(DataAdapter):
         self._source, self._steps = source, steps
         self.is_process_local = source.is_process_local
         self._mesh = steps.mesh
-        self._steps_per_epoch = steps_per_epoch or None
         self._division = Division(
             # With process-local rows a pass ends when all processes have read
             # all of their data, and no process knows how many batches that is.
@@ -200,7 +199,7 @@ class Feed(DataAdapter):
           place: The place after the last computed execution, or None
             for the place where the next iterator begins.
         """
-        if not (self._is_reading and self._steps_per_epoch and place):
+        if not (self._is_reading and self._division.steps_per_epoch and place):
             # Keras makes an iterator for each epoch.
             return self.position_at(self._next)
         if self._division.is_over(place[1]):
@@ -257,7 +256,7 @@ class Feed(DataAdapter):
         # Keras counts the batches of a pass from an iterator's first batch,
         # but this iterator begins in the middle of a pass. So `num_batches`
         # hides the real number from Keras, and the feed itself ends epochs.
-        self._is_resumed = self._steps_per_epoch is not None
+        self._is_resumed = self._division.steps_per_epoch is not None
         count = done_steps // self._division.steps_per_execution
         self._done = [Execution(segments=(), logs=logs)] * count
 

@@ -27,13 +27,21 @@ from keras_strategies.tape.expansion import expand_tapes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BranchResult:
-    """The result of the function in one branch.
+    """The result of the function in one branch, and what its trace showed.
 
     Attributes:
       outputs: The results that are arrays.
       new: The variables' values after the call.
       start: The values from which the variables' changes are computed.
-      note: The `BranchFacts` of the branch.
+      structure: The structure of the results, and what else is needed to
+        rebuild them, such as results that are not arrays.
+      is_changed: For each variable, whether the call wrote it.
+      is_equal: For each variable, whether its new value is equal on all
+        replicas.
+      rules: For each variable, the merge rule if it belongs to a metric;
+        otherwise None.
+      is_unaggregated: For each variable, whether the replicas must write the
+        same value, because the variable has no aggregation.
       is_alike: For each new value, whether all replicas compute it with the
         same code from values that are equal on all replicas.
     """
@@ -41,7 +49,11 @@ class BranchResult:
     outputs: list[Any]
     new: list[Any]
     start: list[Any]
-    note: Any
+    structure: Any
+    is_changed: list[bool]
+    is_equal: list[bool]
+    rules: list[str | None]
+    is_unaggregated: list[bool]
     is_alike: list[bool] = dataclasses.field(default_factory=list)
 
 
@@ -54,7 +66,7 @@ def call_ragged(
     leaves: list[Any],
     are_local: list[bool],
     check: Callable[[Jaxpr, int], None] = lambda jaxpr, num_results: None,
-) -> tuple[BranchResult, list[Any], list[list[tuple[int, ...]]]]:
+) -> tuple[BranchResult, list[BranchResult], list[list[tuple[int, ...]]]]:
     """Calls a function on each replica's rows, whose number may differ.
 
     Collectives must be outside of branches, so the function is computed in
@@ -77,8 +89,8 @@ def call_ragged(
         its last inputs that are results of collectives.
 
     Returns:
-      The result, with outputs padded to one shape; each variant's `note`; and
-      the true shapes of each replica's outputs.
+      The result, with outputs padded to one shape; the result in each variant's
+      trace; and the true shapes of each replica's outputs.
 
     Raises:
       ValueError: if the replicas' functions do not call the same collectives
@@ -103,10 +115,9 @@ def call_ragged(
         operands = staged.operands(place)
         known.append(collective_cut.reduce(collective, operands))
     staged.compute(index, (state, leaves, known))
-    called = staged.results()
     shapes = [[leaf.shape for leaf in trace.shapes[1]] for trace in traces]
-    notes = [trace.called.note for trace in traces]
-    return called, notes, [shapes[place] for place in places]
+    branches = [trace.called for trace in traces]
+    return staged.results(), branches, [shapes[place] for place in places]
 
 
 def _trace_to_the_end(
@@ -312,12 +323,12 @@ class _Stages:
         return self._unflatten(self._values)[0][collective]
 
     def results(self) -> BranchResult:
-        """Returns the result that all stages computed; its `note` is None."""
+        """Returns the result that all stages computed."""
         _, outputs, new, start = self._unflatten(self._values)
         alike = self._unflatten(dict(enumerate(self._are_alike)))[2]
-        return BranchResult(
-            outputs=outputs, new=new, start=start, note=None, is_alike=alike
-        )
+        values = {"outputs": outputs, "new": new, "start": start}
+        first = self._traces[0].called
+        return dataclasses.replace(first, **values, is_alike=alike)
 
     def _unflatten(self, values: dict[int, Any]) -> Tree:
         structure = jax.tree.structure(self._traces[0].shapes)

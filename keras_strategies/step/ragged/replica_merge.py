@@ -1,6 +1,5 @@
 """Combines the variables' values that the replicas wrote in a call."""
 
-import dataclasses
 from typing import Any
 
 import keras
@@ -12,29 +11,6 @@ from keras_strategies.keras_bridge.step_context import StepContext
 from keras_strategies.step.ragged.ragged_call import BranchResult
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BranchFacts:
-    """Findings from the trace of a call, about its results and variables.
-
-    Attributes:
-      structure: The structure of the results, and what else is needed to
-        rebuild them, such as results that are not arrays.
-      is_changed: For each variable, whether the call wrote it.
-      is_equal: For each variable, whether its new value is equal on all
-        replicas.
-      rules: For each variable, the merge rule if it belongs to a metric;
-        otherwise None.
-      is_unaggregated: For each variable, whether the replicas must write the
-        same value, because the variable has no aggregation.
-    """
-
-    structure: Any
-    is_changed: list[bool]
-    is_equal: list[bool]
-    rules: list[str | None]
-    is_unaggregated: list[bool]
-
-
 def make_branch_result(
     step: StepContext,
     variables: list[keras.Variable],
@@ -42,7 +18,7 @@ def make_branch_result(
     outputs: list[Any],
     structure: tuple[PyTreeDef, Any],
 ) -> BranchResult:
-    """Makes the `BranchResult` of a traced call, with its `BranchFacts`.
+    """Makes the `BranchResult` of a traced call.
 
     Args:
       step: The context of the step in which the call ran.
@@ -55,7 +31,10 @@ def make_branch_result(
     """
     folded, new = values
     start = [step.notes.before[v] for v in variables]
-    note = BranchFacts(
+    return BranchResult(
+        outputs=outputs,
+        new=new,
+        start=start,
         structure=structure,
         is_changed=[
             n is not f or s is not f
@@ -65,7 +44,6 @@ def make_branch_result(
         rules=[step.notes.metric_rules.get(v) for v in variables],
         is_unaggregated=[v in step.notes.unaggregated for v in variables],
     )
-    return BranchResult(outputs=outputs, new=new, start=start, note=note)
 
 
 def merge_state(
@@ -74,7 +52,7 @@ def merge_state(
     old: list[Any],
     folded: list[Any],
     called: BranchResult,
-    notes: list[BranchFacts],
+    branches: list[BranchResult],
     summands: list[Any],
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Combines the replicas' values of variables after a call.
@@ -85,7 +63,7 @@ def merge_state(
       old: The values of the variables before the call.
       folded: Like `old`, but with the seeds that this replica used.
       called: The result of the call on this replica.
-      notes: The `BranchFacts` of each variant of the call.
+      branches: The result of the call in each variant's trace.
       summands: Other arrays to sum over the replicas.
 
     Returns:
@@ -96,13 +74,13 @@ def merge_state(
     """
     new, start = list(called.new), list(called.start)
     for k, variable in enumerate(variables):
-        if not any(note.is_changed[k] for note in notes):
+        if not any(branch.is_changed[k] for branch in branches):
             new[k], start[k] = folded[k], old[k]
-        elif notes[0].rules[k] is None:
+        elif branches[0].rules[k] is None:
             start[k] = old[k]
-        if all(note.is_equal[k] for note in notes):
+        if all(branch.is_equal[k] for branch in branches):
             step.notes.equal.add(new[k])
-        rule = notes[0].rules[k]
+        rule = branches[0].rules[k]
         if rule is not None:
             step.notes.metric_rules[variable] = rule
     plans, copies = [], []
