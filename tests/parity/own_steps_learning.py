@@ -159,11 +159,9 @@ class PcGrad(OwnStep):
     """Projects the gradient of each task onto the normal of the other's."""
 
     def step(self, x, y):
-        one, one_gradients = self.by_jax(
-            lambda: squared(self(x)[:, 0], y[:, 0])
-        )
-        two, two_gradients = self.by_jax(
-            lambda: squared(self(x)[:, 1], y[:, 1])
+        (one, one_gradients), (two, two_gradients) = (
+            self.by_jax(lambda task=task: squared(self(x)[:, task], y[:, task]))
+            for task in range(2)
         )
         pairs = list(zip(one_gradients, two_gradients, strict=True))
         product = sum(ops.sum(a * b) for a, b in pairs)

@@ -118,11 +118,9 @@ class WeightsOfNorms(OwnStep):
     """Weights of two losses from the norms of their gradients."""
 
     def step(self, x, y):
-        one, one_gradients = self.by_jax(
-            lambda: squared(self(x)[:, 0], y[:, 0])
-        )
-        two, two_gradients = self.by_jax(
-            lambda: squared(self(x)[:, 1], y[:, 1])
+        (one, one_gradients), (two, two_gradients) = (
+            self.by_jax(lambda task=task: squared(self(x)[:, task], y[:, task]))
+            for task in range(2)
         )
         norms = [
             sum(ops.sum(ops.square(g)) for g in of)

@@ -89,9 +89,8 @@ GATHERED = """
 import json
 import jax, keras
 import keras_strategies as ks
-from keras_strategies.spmd.batches import Segment
-from keras_strategies.step import step_functions
-from keras_strategies.variables import shardings
+from keras_strategies.fit.binding import find_binding
+from keras_strategies.step.lower_step import lower_step
 
 WIDTH, DEPTH = 512, 16
 strategy = ks.MirroredStrategy(
@@ -101,19 +100,13 @@ with strategy.scope():
     layers = [keras.layers.Dense(WIDTH, "tanh") for _ in range(DEPTH)]
     model = keras.Sequential([keras.Input((WIDTH,)), *layers])
     model.compile("adam", "mse")
-mesh = strategy.mesh
 
 def temporary(kind, steps):
     # MB on a device, of a program of so many steps.
-    shape = (16, WIDTH) if steps == 1 else (steps, 16, WIDTH)
-    rows = mesh.split if steps == 1 else mesh.stacked
-    x = jax.ShapeDtypeStruct(shape, "float32", sharding=rows)
-    variables = step_functions.step_variables(model, kind)
-    state = tuple(shardings.get_shapes(group, mesh) for group in variables)
-    program = step_functions.make_program(model, mesh, kind, variables)
-    data = (x,) if kind == "predict" else (x, x, None)
-    segment = Segment(data=data, rows=16, steps=steps)
-    compiled = program.lower(state, segment).compile()
+    rows = jax.ShapeDtypeStruct((16, WIDTH), "float32")
+    build = find_binding(model).build_for_shapes
+    arguments = model, strategy.mesh, kind, (rows, rows), build, steps
+    compiled = lower_step(*arguments).compile()
     return compiled.memory_analysis().temp_size_in_bytes / 1e6
 
 print(json.dumps({

@@ -13,19 +13,6 @@ pytestmark = pytest.mark.quick
 CPUS = tuple(jax.devices("cpu"))
 
 
-def test_no_devices_are_refused():
-    with pytest.raises(ValueError, match="at least one device"):
-        ReplicaMesh(devices=())
-
-
-def test_a_device_given_twice_is_refused():
-    with pytest.raises(
-        ValueError, match="must not contain duplicates"
-    ) as caught:
-        ReplicaMesh(devices=(CPUS[0], CPUS[1], CPUS[0]))
-    assert str(CPUS[0]) in str(caught.value)
-
-
 def test_it_cannot_be_changed():
     mesh = ReplicaMesh(devices=CPUS[:2])
     with pytest.raises(dataclasses.FrozenInstanceError):

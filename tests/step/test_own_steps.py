@@ -239,7 +239,15 @@ def test_sums_of_what_has_no_rows_are_exact(model_class, replicas, steps):
     )
 
 
-@pytest.mark.parametrize("model_class", [CountOfSteps, MeanOfLoss])
+class ConstantWeight(OwnStep):
+    def logs(self, x, y, loss):
+        self.tracker.update_state(loss, sample_weight=0.5)
+        return {"mean": self.tracker.result()}
+
+
+@pytest.mark.parametrize(
+    "model_class", [CountOfSteps, MeanOfLoss, ConstantWeight]
+)
 def test_constants_and_mean_losses_are_mapped_over_replicas(model_class):
     check_own(model_class)
 
@@ -260,12 +268,6 @@ class WeightedScalar(OwnStep):
 @pytest.mark.parametrize("model_class", [TwoKinds, WeightedScalar])
 def test_updates_of_which_no_rule_is_sure_are_exact(model_class):
     check_own(model_class, warns="metric 'tracker'")
-
-
-class ConstantWeight(OwnStep):
-    def logs(self, x, y, loss):
-        self.tracker.update_state(loss, sample_weight=0.5)
-        return {"mean": self.tracker.result()}
 
 
 class Follows(OwnStep):
@@ -297,10 +299,6 @@ class Follows(OwnStep):
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_an_optimizer_does_not_make_values_equal_that_it_leaves():
     check(Follows)
-
-
-def test_a_mean_loss_with_a_constant_weight():
-    check_own(ConstantWeight)
 
 
 class Tracks(keras.Sequential):
@@ -394,14 +392,6 @@ PARTIAL = ks.global_batch_loss(
 )
 
 
-class Computes(keras.Sequential):
-    @ks.global_batch_loss
-    def compute_loss(
-        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
-    ):
-        return ops.sum(ops.square(y - y_pred)) / ops.sum(ops.abs(y))
-
-
 LOSSES = {
     "class": MarkedCall,
     "object": lambda: ks.global_batch_loss(OwnCall()),
@@ -439,10 +429,6 @@ def test_hinge_losses_tell_labels_from_all_rows(loss):
 @pytest.mark.parametrize("model_class", [InStep, InStepPartially])
 def test_a_marked_loss_in_an_own_step(model_class):
     check_own(model_class)
-
-
-def test_a_marked_compute_loss():
-    check(lambda: two_outputs(Computes))
 
 
 def test_only_losses_can_be_marked():

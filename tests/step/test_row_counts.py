@@ -269,16 +269,14 @@ class OwnSumsInLoop(OwnGradients):
         return ops.mean(ops.square(error)), weights, others, slots
 
 
-class ClippedOwnSums(OwnSums):
-    def update(self, grads, weights, slots):
-        clipped = [ops.clip(g, -0.1, 0.1) for g in grads]
-        return super().update(clipped, weights, slots)
-
-
 class ClippedOwnGradients(OwnGradients):
     def update(self, grads, weights, slots):
         clipped = [ops.clip(g, -0.1, 0.1) for g in grads]
         return super().update(clipped, weights, slots)
+
+
+class ClippedOwnSums(ClippedOwnGradients, OwnSums):
+    pass
 
 
 class Square(Average):
@@ -291,10 +289,14 @@ class LayersSquare(Step):
         super().__init__(Square())
 
 
-class OwnUpdatesBySums(OwnSums):
+class OwnUpdates(OwnGradients):
     def update(self, grads, weights, slots):
         pairs = zip(weights, grads, strict=True)
         return [weight - 0.1 * grad for weight, grad in pairs], slots
+
+
+class OwnUpdatesBySums(OwnUpdates, OwnSums):
+    pass
 
 
 class MetricDivided(Step):
@@ -448,12 +450,6 @@ class Norms(Step):
             "mean": ops.mean(x),
             "spread": ops.std(x),
         }
-
-
-class OwnUpdates(OwnGradients):
-    def update(self, grads, weights, slots):
-        pairs = zip(weights, grads, strict=True)
-        return [weight - 0.1 * grad for weight, grad in pairs], slots
 
 
 class GradientsOfRows(Step):

@@ -95,23 +95,3 @@ def test_a_layout_map_of_replicas_with_one_core_is_not_looked_at():
     )
     model = make_model(strategy)
     assert warned(lambda: USES["fit"](model, strategy)) == []
-
-
-class Partitioner:
-    def __call__(self, path, shape, dtype):
-        return None
-
-
-@pytest.mark.parametrize(
-    "partitioner",
-    [ks.experimental.FullySharded, ks.experimental.SlotsOnly, Partitioner],
-)
-@pytest.mark.parametrize(
-    "strategy",
-    [ks.MirroredStrategy, ks.MultiWorkerMirroredStrategy, ks.TPUStrategy],
-)
-def test_a_partitioner_without_parentheses_is_refused(strategy, partitioner):
-    with pytest.raises(TypeError, match="parentheses") as caught:
-        strategy(variable_partitioner=partitioner)
-    assert partitioner.__name__ in str(caught.value)
-    strategy(variable_partitioner=partitioner())

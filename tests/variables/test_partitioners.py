@@ -180,6 +180,9 @@ def test_wrong_answers(answer, error, text):
     [
         (3, TypeError, "FullySharded"),
         ("fsdp", TypeError, "FullySharded"),
+        (FullySharded, TypeError, "FullySharded.*parentheses"),
+        (SlotsOnly, TypeError, "SlotsOnly.*parentheses"),
+        (ks.ReduceOp, TypeError, "ReduceOp.*parentheses"),
         (FullySharded(3), ValueError, "shards=3 with 4 replicas"),
         (FullySharded(8), ValueError, "shards=8 with 4 replicas"),
     ],
