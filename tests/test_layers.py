@@ -101,7 +101,7 @@ LOGIC_LINES = {
     "cluster": 2431,
     "data": 2789,
     "estimator": 2310,
-    "fit": 1772,
+    "fit": 1773,
     "gpu": 265,
     "hooks": 1423,
     "job": 583,

@@ -250,10 +250,7 @@ class PyDatasetSource(Source):
                 batch = to_host_batch(batch)
                 part, checksum = take(batch, cut, is_copied=True), None
                 if self._has_checksums:
-                    has_targets = isinstance(batch, tuple) and len(batch) > 1
-                    compared = batch[1:] if has_targets else batch
-                    places = rows_to_checksum(num_rows(compared))
-                    checksum = rows_checksum(compared, places)
+                    checksum = _compute_target_checksum(batch)
                 yield dataclasses.replace(part, checksum=checksum)
         finally:
             if adapter.enqueuer is not None:
@@ -294,6 +291,12 @@ class _View(keras.utils.PyDataset):
         if self._order is not None:
             index = int(self._order[index])
         return self._dataset[index]
+
+
+def _compute_target_checksum(batch: Tree) -> int:
+    if isinstance(batch, tuple) and len(batch) > 1:
+        batch = batch[1:]
+    return rows_checksum(batch, rows_to_checksum(num_rows(batch)))
 
 
 def make_array_source(arrays: Tree, batch_size: int) -> ArraySource:
