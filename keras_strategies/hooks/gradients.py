@@ -139,12 +139,19 @@ def _check_result(result: Tree, has_aux: bool) -> tuple[Array, Any]:
     is_scalar = is_number and not np.shape(value)
     if is_scalar and jnp.issubdtype(jnp.result_type(value), jnp.floating):
         return value, aux
+    fix = "Return a scalar array of a floating dtype."
+    if value is None:
+        fix = "Add `return loss` to the function."
+    elif isinstance(value, list | tuple):
+        fix = "Pass `has_aux=True` to return `(loss, aux)`."
+    elif is_number and np.shape(value):
+        fix = (
+            "Reduce it with `keras.ops.mean`, or with "
+            "`ks.compute_average_loss` in a function given to `run`."
+        )
     raise TypeError(
-        "A function to be differentiated must return a scalar array of a "
-        f"floating dtype, the loss. Received: {_show(value)}. Add `return "
-        "loss` to a function without a result. Reduce the losses of rows with "
-        "`keras.ops.mean`, or with `ks.compute_average_loss` in a function "
-        "given to `run`. Pass `has_aux=True` to return `(loss, aux)`."
+        "A function to be differentiated must return a scalar, the loss. "
+        f"Received: {_show(value)}. {fix}"
     )
 
 

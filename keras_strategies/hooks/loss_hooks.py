@@ -200,7 +200,7 @@ def mark_loss(step: StepContext, value: Leaf) -> Leaf:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def divide_gradient(loss: Array, count: int) -> Array:
+def divide_gradient(loss: Array, count: float) -> Array:
     """Returns the loss, whose gradient is divided by a number."""
     del count
     return loss
@@ -208,6 +208,6 @@ def divide_gradient(loss: Array, count: int) -> Array:
 
 @divide_gradient.defjvp
 def _divide_tangent(
-    count: int, primals: tuple[Array], tangents: tuple[Array]
+    count: float, primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[Array, Array]:
     return primals[0], tangents[0] / count

@@ -340,6 +340,6 @@ def scale_loss(
     step.notes.scaled_losses.add(optimizer)
     with step.flag("in_scaling"):
         scaled = original(optimizer, loss)
-    # A trace with the rows of all replicas has the gradient of all of them.
-    count = 1 if step.facts.has_all_rows else step.num_sharing
+    # A replica's share of the gradient grows with its rows.
+    count = step.num_sharing / step.facts.growth
     return loss_hooks.divide_gradient(scaled, count)

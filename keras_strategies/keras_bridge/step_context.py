@@ -39,8 +39,7 @@ class StepFacts:
         rows, and the optimizer sums the replicas' gradients.
       is_retrace: Whether this is a further trace with another number of rows,
         made only to find out what depends on the number of rows.
-      has_all_rows: Whether such a trace has the number of rows of the global
-        batch, whose gradient is not one of several that are summed.
+      growth: The number of rows of such a trace, divided by that of a replica.
       sums_later: Whether accumulated gradients are summed over the replicas
         only in the optimizer's updates.
       is_ragged: Whether replicas may run different branches of the program,
@@ -65,7 +64,7 @@ class StepFacts:
     rows: int
     is_local: bool = False
     is_retrace: bool = False
-    has_all_rows: bool = False
+    growth: float = 1.0
     sums_later: bool = False
     is_ragged: bool = False
     rows_of_all: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)

@@ -233,7 +233,8 @@ _FOR_CALLERS = frozenset(("ops", "backend", "random", "utils", "tree"))
 
 @functools.cache
 def _library_directories() -> tuple[str, ...]:
-    names = ("jax", "keras", "keras_hub", "keras_strategies", "numpy")
+    # Keras casts with optree.
+    names = "jax", "keras", "keras_hub", "keras_strategies", "numpy", "optree"
     # These two modules are listed as files, because other packages may be
     # installed in subdirectories of theirs.
     files = (functools.__file__, contextlib.__file__)

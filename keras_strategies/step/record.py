@@ -42,14 +42,13 @@ class TraceKind:
     Attributes:
       is_retrace: Whether this is a further trace, with another number of rows,
         made only to find out what depends on the number of rows.
-      has_all_rows: Whether a further trace has the number of rows of the global
-        batch, whose gradient is not one of several that are summed.
+      growth: The number of rows of such a trace, divided by that of a replica.
       sums_later: Whether accumulated gradients are summed over the replicas
         only in the optimizer's updates.
     """
 
     is_retrace: bool = False
-    has_all_rows: bool = False
+    growth: float = 1.0
     sums_later: bool = False
 
 
@@ -114,7 +113,7 @@ class StepTracer:
         kind: TraceKind,
         batch: Batch,
         rows: int | None = None,
-        has_all_rows: bool = True,
+        growth: float = 1.0,
     ) -> Record:
         """Traces the step; not again with the same key.
 
@@ -122,12 +121,10 @@ class StepTracer:
           kind: The kind of the trace of a replica.
           batch: The shapes of a batch that the replicas share evenly.
           rows: The number of rows of a further trace; None for a replica's.
-          has_all_rows: See `TraceKind`.
+          growth: See `TraceKind`.
         """
         if rows is not None:
-            kind = dataclasses.replace(
-                kind, is_retrace=True, has_all_rows=has_all_rows
-            )
+            kind = dataclasses.replace(kind, is_retrace=True, growth=growth)
             batch = with_leading((rows * self._mesh.num_replicas,), batch)
         state = jax.tree.map(get_shape, self._variables)
         try:
@@ -160,7 +157,6 @@ class StepTracer:
           rows: The number of rows of a replica; None for that of the global
             batch, which is then the batch of one replica.
         """
-        has_all_rows = rows is None
         if rows is None:
             rows = self._mesh.num_replicas * record.rows
             # Not two: a trace of two rows stands for one of a single row.
@@ -171,7 +167,7 @@ class StepTracer:
         ):
             # The first trace has warned already.
             warnings.simplefilter("ignore")
-            return self.trace(record.kind, batch, rows, has_all_rows)
+            return self.trace(record.kind, batch, rows, rows / record.rows)
 
     def _make_record(
         self,

@@ -145,6 +145,31 @@ def test_calls_of_keras_code(counted_keras, case, strategy):
     )
 
 
+@pytest.mark.parametrize("rows", [4, 16])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_calls_of_keras_code_in_half_precision(counted_keras, policy, rows):
+    # Keras casts with another library.
+    inner = keras.optimizers.SGD()
+    optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+    model = compiled_in(
+        mirrored(4),
+        lambda: chain((4,), keras.layers.Dense(2, dtype=policy), dense()),
+        optimizer,
+        "mse",
+    )
+    use_all(model, rows)
+    assert set(counted_keras.values()) == {1}
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_user_code_with_one_row_a_replica_and_a_scaled_loss(count):
+    optimizer = keras.optimizers.SGD(loss_scale_factor=8.0)
+    model = compiled_in(mirrored(count), Counted, optimizer, "mse")
+    # It is mapped: a warning is an error.
+    model.fit(X[: 2 * count], Y[: 2 * count], batch_size=count, verbose=0)
+    assert model.calls.train == 3
+
+
 def test_calls_with_accumulated_gradients(counted_keras):
     optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)
     model = compiled_in(
