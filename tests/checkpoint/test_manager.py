@@ -146,6 +146,19 @@ def test_states_alone_are_kept(tmp_path):
     assert noted.state == {"a": 1}
 
 
+def test_values_are_those_of_the_call_of_save(tmp_path):
+    """Writing goes on while the variables get other values."""
+    found = parts(2)
+    with make_manager(tmp_path, found) as manager:
+        expected = values(found)
+        manager.save(1)
+        scramble(found)
+        manager.wait()
+        manager.restore(1)
+    for actual, value in zip(values(found), expected, strict=True):
+        np.testing.assert_array_equal(actual, value)
+
+
 def test_states_keep_their_types(tmp_path):
     state = {
         "number": 1 / 3,

@@ -292,6 +292,11 @@ def test_other_shapes(name, shape):
 
 
 @pytest.mark.slow
+def test_several_steps_in_one_program():
+    check_model("mlp", 2, 2, rows=70, steps_per_execution=3)
+
+
+@pytest.mark.slow
 def test_dropout_has_a_mask_for_each_replica_and_one_for_its_cores():
     def make():
         return chain(

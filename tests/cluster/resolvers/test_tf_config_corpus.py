@@ -295,6 +295,24 @@ def test_parity_parameter_servers_are_shown_and_not_started():
         cluster_resolver.task_info(resolver)
 
 
+def test_cluster_of_one_task_has_an_empty_master():
+    text = config({"worker": ["a:1"]})
+    resolver = cluster_resolver.TFConfigClusterResolver(
+        environ={"TF_CONFIG": text}
+    )
+    assert resolver.master() == resolver.master("worker", 0) == ""
+    info = cluster_resolver.task_info(resolver)
+    assert (info.num_processes, info.coordinator_address) == (1, "a:1")
+
+
+def test_what_is_not_known_is_let_be():
+    parsed = tf_config.parse_tf_config(
+        config(environment="cloud", model_dir="/tmp", job={"x": [1, None]})
+    )
+    assert parsed.task_id == 0
+    assert parsed.cluster.as_dict() == WORKERS
+
+
 def test_large_tf_config_is_quick():
     hosts = [f"host{index}.example.com:2222" for index in range(20_000)]
     parsed = tf_config.parse_tf_config(config({"worker": hosts}))
