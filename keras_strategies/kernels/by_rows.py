@@ -53,14 +53,17 @@ def by_rows(part: Part) -> Part:
     is not tested.
 
     Args:
-      part: A function of arrays; or a subclass of `keras.layers.Layer`, whose
-        `call` is then marked. `by_rows` can be used as a decorator.
+      part: A function of arrays; a layer, whose `call` is then marked; or a
+        subclass of `keras.layers.Layer`. Functions and classes can be marked
+        with `by_rows` as a decorator. Copies of a layer that are made from its
+        config are not marked, but those of a marked class are.
 
     Returns:
-      The same class, or a wrapper of the function.
+      The same object if `part` is a layer or class; a wrapper if it is a
+      function.
 
     Raises:
-      TypeError: if `part` is neither a function nor a class of layers.
+      TypeError: if `part` is not a function, a layer or a class of layers.
 
     Example:
       ```python
@@ -78,12 +81,19 @@ def by_rows(part: Part) -> Part:
     if inspect.isclass(part) and issubclass(part, keras.Layer):
         marked.call = _mark_function(marked.call)
         return marked
-    is_layer = isinstance(part, keras.Layer)
-    if is_layer or inspect.isclass(part) or not callable(part):
+    if isinstance(part, keras.Layer):
+        # A method that the layer itself stores would be the same object in each
+        # trace, and JAX would rematerialize it with the first one's arrays.
+        kind = type(part)
+        methods = {"call": _mark_function(kind.call)}
+        names = {"__module__": kind.__module__}
+        marked.__class__ = type(kind.__name__, (kind,), methods | names)
+        return marked
+    if inspect.isclass(part) or not callable(part):
         raise TypeError(
-            "`part` must be a function or a subclass of `keras.Layer`. "
-            f"Received: {part!r} of type {type(part).__name__}. Pass a layer's "
-            "class, or a function whose first argument is an array with rows."
+            "`part` must be a function, a `keras.Layer` or a subclass of it. "
+            f"Received: {part!r} of type {type(part).__name__}. Pass a layer, "
+            "or a function whose first argument is an array with rows."
         )
     return _mark_function(marked)
 

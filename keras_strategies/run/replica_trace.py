@@ -101,7 +101,11 @@ def merge_constants(structures: list[Any]) -> list[list[Any] | None]:
     trees = [tree for tree, _ in structures]
     kinds = [[c is None for c in constants] for _, constants in structures]
     if any(t != trees[0] for t in trees) or any(k != kinds[0] for k in kinds):
-        _refuse([*trees, *kinds])
+        shown = [
+            jax.tree.unflatten(tree, ["array" if k else "other" for k in kind])
+            for tree, kind in zip(trees, kinds, strict=True)
+        ]
+        _refuse(shown)
     result: list[list[Any] | None] = []
     for column in zip(*[constants for _, constants in structures], strict=True):
         if column[0] is None:

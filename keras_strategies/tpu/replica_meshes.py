@@ -215,8 +215,9 @@ def check_resolver(resolver: Any) -> TPUClusterResolver | None:
       TypeError: if it is neither a `TPUClusterResolver` nor None.
     """
     fix = (
-        "With another resolver, omit it and call `jax.distributed.initialize` "
-        "with that resolver's values, or use `MultiWorkerMirroredStrategy`."
+        "With another resolver, omit `tpu_cluster_resolver` and call "
+        "`jax.distributed.initialize` with that resolver's values, or use "
+        "`MultiWorkerMirroredStrategy`."
     )
     kind, what = TPUClusterResolver | None, "a TPUClusterResolver or None"
     check_type("`tpu_cluster_resolver`", resolver, kind, what, fix)

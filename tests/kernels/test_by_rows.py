@@ -142,10 +142,13 @@ PLACES = {
     "function": build_marked_function,
     "class": Marked,
     "subclass": type("Subclass", (Marked,), {}),
+    "layer": lambda: ks.by_rows(Scale()),
 }
 
 
-@pytest.mark.parametrize("place", some(PLACES, {"function", "subclass"}))
+@pytest.mark.parametrize(
+    "place", some(PLACES, {"function", "subclass", "layer"})
+)
 def test_a_marked_part_is_mapped(place):
     assert not check(PLACES[place], mirrored(2))
 
@@ -272,9 +275,9 @@ def test_a_part_that_writes_raises(kind, options):
         train(lambda: marked(**options), mirrored(2))
 
 
-@pytest.mark.parametrize("part", ["name", keras.Variable(1.0), dict, Scale()])
+@pytest.mark.parametrize("part", ["name", keras.Variable(1.0), dict])
 def test_other_parts_are_refused(part):
-    with pytest.raises(TypeError, match="Pass a layer's class, or a function"):
+    with pytest.raises(TypeError, match="Pass a layer, or a function"):
         ks.by_rows(part)
 
 
@@ -282,3 +285,14 @@ def test_outside_of_steps_a_mark_changes_nothing():
     x = jnp.asarray(X)
     np.testing.assert_array_equal(MARKED(x, x[0]), multiply(x, x[0]))
     np.testing.assert_array_equal(Marked()(x), x)
+
+
+def test_a_marked_layer_is_saved_as_its_class(tmp_path):
+    layer, other = keras.layers.Dense(2), keras.layers.Dense(2)
+    assert ks.by_rows(layer) is layer
+    assert type(other) is keras.layers.Dense
+    model = keras.Sequential([keras.Input((FEATURES,)), layer])
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert type(loaded.layers[-1]) is keras.layers.Dense
+    np.testing.assert_array_equal(loaded(X), model(X))
