@@ -106,7 +106,7 @@ LOGIC_LINES = {
     "hooks": 1430,
     "job": 583,
     "keras_bridge": 317,
-    "kernels": 2012,
+    "kernels": 2031,
     "migrate": 1482,
     "names": 251,
     "passes": 4751,

@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import inspect
+import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
 from keras_strategies._types import Array, Tree
+from keras_strategies.keras_bridge.patches import Patch, replacement
 from keras_strategies.kernels.mapped_kernels import (
     Trace,
     current_trace,
@@ -25,6 +27,9 @@ from keras_strategies.passes import stages
 from keras_strategies.passes.row_kinds.separate_parts import mark_part
 
 Part = TypeVar("Part")
+
+_marked: weakref.WeakSet[keras.Layer] = weakref.WeakSet()
+"""The marked layers."""
 
 _tested: Any = weakref.WeakKeyDictionary()
 """The tests of each marked layer or function that passed."""
@@ -82,12 +87,7 @@ def by_rows(part: Part) -> Part:
         marked.call = _mark_function(marked.call)
         return marked
     if isinstance(part, keras.Layer):
-        # A method that the layer itself stores would be the same object in each
-        # trace, and JAX would rematerialize it with the first one's arrays.
-        kind = type(part)
-        methods = {"call": _mark_function(kind.call)}
-        names = {"__module__": kind.__module__}
-        marked.__class__ = type(kind.__name__, (kind,), methods | names)
+        _marked.add(part)
         return marked
     if inspect.isclass(part) or not callable(part):
         raise TypeError(
@@ -96,6 +96,36 @@ def by_rows(part: Part) -> Part:
             "or a function whose first argument is an array with rows."
         )
     return _mark_function(marked)
+
+
+def find_layer_patches() -> Iterator[Patch]:
+    """Yields the patch by which steps call marked layers, if there are any.
+
+    A method that a layer itself stores would be the same object in each trace,
+    and JAX would rematerialize it with the arrays of the first one. A class of
+    its own would be saved instead of the layer's.
+    """
+    if _marked:
+        yield keras.Layer, "__call__", _call_layer
+
+
+@replacement
+def _call_layer(
+    original: Callable[..., Any],
+    layer: keras.Layer,
+    *args: Tree,
+    **kwargs: Tree,
+) -> Any:
+    if current_trace() is None or layer not in _marked:
+        return original(layer, *args, **kwargs)
+    # Not by `setattr`, which tracks what is set.
+    attributes: dict[str, Any] = layer.__dict__
+    function = _mark_function(type(layer).call)
+    attributes["call"] = types.MethodType(function, layer)
+    try:
+        return original(layer, *args, **kwargs)
+    finally:
+        del attributes["call"]
 
 
 def _mark_function(function: Callable[..., Any]) -> Any:

@@ -25,6 +25,7 @@ from keras_strategies.keras_bridge import keras_names
 from keras_strategies.keras_bridge.patches import Patch, Patches, replacement
 from keras_strategies.kernels.attention import find_attention_patches
 from keras_strategies.kernels.blocked_head import find_head_patches
+from keras_strategies.kernels.by_rows import find_layer_patches
 from keras_strategies.kernels.mapped_kernels import (
     Trace,
     current_trace,
@@ -293,6 +294,7 @@ def _find_patches() -> Iterator[Patch]:
     yield from find_attention_patches()
     yield from find_block_patches()
     yield from find_head_patches()
+    yield from find_layer_patches()
     # Looking at all modules takes longer than the rest.
     modules = list(sys.modules.items()) if "keras_hub" in sys.modules else ()
     for module_name, module in modules:
