@@ -105,7 +105,7 @@ LOGIC_LINES = {
     "gpu": 265,
     "hooks": 1430,
     "job": 583,
-    "keras_bridge": 317,
+    "keras_bridge": 314,
     "kernels": 2031,
     "migrate": 1482,
     "names": 251,

@@ -35,44 +35,42 @@ def explaining_errors(caller: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        explained = _explain(error, caller)
-        if explained is None:
-            raise
-        raise explained from error
+        explain_error(error, caller)
+        raise
 
 
-def _explain(error: Exception, caller: str) -> Exception | None:
+def explain_error(error: BaseException, caller: str) -> None:
+    """Does the same for one error; returns if it is not to be replaced."""
     is_value = isinstance(error, _NEEDS_VALUE)
     if is_value or "Tracer" in str(error):
         line = _find_tensorflow_call(error)
         if line:
-            return TypeError(
+            raise TypeError(
                 "TensorFlow's operations and `tf.GradientTape` must not be "
                 f"used in code that `{caller}` runs, because JAX traces this "
                 f"code. Received: {line}. Use `keras.ops` and "
                 f"`ks.GradientTape` instead; {_SEE}."
-            )
+            ) from error
     if is_value and caller == "run":
-        return TypeError(
+        raise TypeError(
             "A function given to `run` is traced by JAX, so Python code in it "
             "cannot read the values of arrays. This function converts an array "
             "to a number, a condition or a numpy array "
             f"({type(error).__name__}). Use `keras.ops` (`where`, `cond`, "
             "`cast`), or print values in `with strategy.debug():`."
-        )
+        ) from error
     owner = getattr(error, "obj", None)
     is_minimize = getattr(error, "name", None) == "minimize"
     if is_minimize and isinstance(owner, keras.optimizers.Optimizer):
-        return AttributeError(
+        raise AttributeError(
             "Optimizers of Keras 3 have no `minimize`. Received: `minimize` of "
             f"{type(owner).__name__}. Compute gradients with a "
             "`ks.GradientTape` and pass them to "
             f"`optimizer.apply(gradients, variables)`; {_SEE}."
-        )
-    return None
+        ) from error
 
 
-def _find_tensorflow_call(error: Exception) -> str:
+def _find_tensorflow_call(error: BaseException) -> str:
     """Finds the user's line that called TensorFlow, in an error's traceback.
 
     Returns:

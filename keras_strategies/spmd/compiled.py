@@ -19,7 +19,7 @@ from keras_strategies.passes.hlo import (
     list_collectives,
     parse,
 )
-from keras_strategies.spmd.dispatch import choosing_cached, without_jax_cache
+from keras_strategies.spmd.dispatch import CacheChoice, without_jax_cache
 from keras_strategies.spmd.mesh import ReplicaMesh
 
 BYTES_PER_MB = 1e6
@@ -226,7 +226,7 @@ def compile_program(
       options: XLA compiler options by name. None for the options that a normal
         run uses.
     """
-    with choosing_cached():
+    with CacheChoice():
         start = time.perf_counter()
         lowered = lower()
         middle = time.perf_counter()

@@ -22,13 +22,12 @@ two devices start with different collectives, and each waits for the other
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from keras_strategies.names.phases import DEVICE, PROGRAM, Phase
-from keras_strategies.spmd.identity import temporary_attribute
 from keras_strategies.spmd.mesh import ReplicaMesh
 
 _turn = threading.Lock()
@@ -52,7 +51,7 @@ def set_starter(starter: Starter) -> None:
 
 
 class _Thread(threading.local):
-    programs: contextlib.ExitStack | None = None
+    choice: "CacheChoice | None" = None
 
 
 _thread = _Thread()
@@ -71,23 +70,25 @@ def without_jax_cache() -> contextlib.AbstractContextManager[Any]:
     return config.persistent_cache_min_compile_time_secs(1e9)
 
 
-@contextlib.contextmanager
-def choosing_cached() -> Iterator[None]:
-    """Lets the trace of a program call `keep_out_of_cache`, for a block.
+class CacheChoice(contextlib.ExitStack):
+    """A block in which the trace of a program may call `keep_out_of_cache`.
 
-    The block compiles the program.
+    The block compiles the program. Each step enters one, so it must be fast.
     """
-    with (
-        contextlib.ExitStack() as stack,
-        temporary_attribute(_thread, "programs", _thread.programs or stack),
-    ):
-        yield
+
+    def __enter__(self) -> None:
+        self._outer = _thread.choice
+        _thread.choice = self._outer or self
+
+    def __exit__(self, *error: Any) -> None:
+        _thread.choice = self._outer
+        super().__exit__(*error)
 
 
 def keep_out_of_cache(mesh: ReplicaMesh) -> None:
     """Keeps the program that is traced out of JAX's cache, on CPU devices."""
-    if mesh.platform == "cpu" and _thread.programs is not None:
-        _thread.programs.enter_context(without_jax_cache())
+    if mesh.platform == "cpu" and _thread.choice is not None:
+        _thread.choice.enter_context(without_jax_cache())
 
 
 def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
@@ -109,7 +110,7 @@ def dispatch(mesh: ReplicaMesh, fn: Callable[..., Any], *args: Any) -> Any:
     Raises:
       RuntimeError: if another process is about to run a different program.
     """
-    with Phase(PROGRAM) as phase, choosing_cached():
+    with Phase(PROGRAM) as phase, CacheChoice():
         phase.result = _start_in_turn(mesh, fn, args)
     return phase.result
 

@@ -13,7 +13,7 @@ import numpy as np
 from keras_strategies._types import Batch, Tree
 from keras_strategies.fit.inputs import feed
 from keras_strategies.keras_bridge import keras_names
-from keras_strategies.keras_bridge.ported_code import explaining_errors
+from keras_strategies.keras_bridge.ported_code import explain_error
 from keras_strategies.keras_bridge.step_context import ReplicaScope
 from keras_strategies.names.phases import EVALUATE, INPUT, Phase
 from keras_strategies.spmd.batches import (
@@ -185,7 +185,6 @@ class StepFunctionCache:
         flags = [(v, v.trainable) for v in (*variables[0], *variables[1])]
         others = find_other_variables(model, kind)
 
-        @explaining_errors(f"{kind}_step")
         def function(
             state: Sequence[Any], iterator: Iterator[Any]
         ) -> tuple[Any, Any]:
@@ -208,13 +207,14 @@ class StepFunctionCache:
                         outputs, state = new
                     done.append(outputs)
                 self.places[kind] = execution.place
-            except BaseException:
+            except BaseException as error:
                 # Keras has taken the values out of the variables and would
                 # lose them. Its `jax_state_sync` reads them from here.
                 write_others(state, variables, others)
                 kept = wrap_groups(state, layout)
                 model._jax_state = dict(zip(groups, kept, strict=True))
                 model._jax_state_synced = False
+                explain_error(error, f"{kind}_step")
                 raise
             if kind == "train":
                 self.trained.add(execution)

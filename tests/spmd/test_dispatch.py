@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from keras_strategies.spmd.dispatch import (
-    choosing_cached,
+    CacheChoice,
     dispatch,
     keep_out_of_cache,
 )
@@ -77,7 +77,7 @@ def test_a_program_that_may_hang_on_cpus_is_not_cached(platform):
     before, found = cached_after(), []
 
     def program():
-        with choosing_cached():
+        with CacheChoice():
             keep_out_of_cache(mesh)
         found.append(cached_after())
         return ((),)
