@@ -40,7 +40,7 @@ def explaining_errors(caller: str) -> Iterator[None]:
 
 
 def explain_error(error: BaseException, caller: str) -> None:
-    """Does the same for one error; returns if it is not to be replaced."""
+    """Raises what `explaining_errors` raises instead of an error, if any."""
     is_value = isinstance(error, _NEEDS_VALUE)
     if is_value or "Tracer" in str(error):
         line = _find_tensorflow_call(error)
