@@ -174,6 +174,17 @@ print(os.environ["KERAS_BACKEND"], keras.config.backend())
     assert run_and_get_output(code, KERAS_HOME=str(tmp_path)) == expected
 
 
+def test_equal_blocks_are_found_without_tensorflow():
+    code = """
+import sys, keras_strategies as ks, keras
+from keras import layers
+blocks = [layers.Dense(8, "tanh", kernel_regularizer="l2") for _ in range(8)]
+model = keras.Sequential([keras.Input((8,)), *blocks])
+print(len(ks.experimental.scan_blocks(model)[0]), "tensorflow" in sys.modules)
+"""
+    assert run_and_get_output(code) == ["8", "False"]
+
+
 def test_import_after_keras_is_quick_and_changes_nothing():
     code = f"""
 import compileall, gc, os, sys, time

@@ -106,7 +106,7 @@ LOGIC_LINES = {
     "hooks": 1430,
     "job": 583,
     "keras_bridge": 314,
-    "kernels": 2031,
+    "kernels": 2028,
     "migrate": 1482,
     "names": 251,
     "passes": 4751,

@@ -1,12 +1,11 @@
 """Hashable signatures of layer calls, to find calls that compute the same."""
 
-import json
+import functools
+import types
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import keras
-
-from keras_strategies._types import Tree
 
 _KERAS = ("keras", "keras_hub")
 
@@ -57,34 +56,45 @@ def _describe_argument(value: object) -> object:
 
 def _describe_part(part: Any) -> tuple[Any, ...]:
     """Describes an operation, or one of the layers inside of a layer."""
-    attributes = {}
-    if not is_of_keras(type(part)):
-        # The config of a user-defined layer may be incomplete.
-        of_keras = vars(keras.layers.Identity())
-        attributes = {
-            name: value
-            for name, value in vars(part).items()
-            if isinstance(value, str | int | float) and name not in of_keras
-        }
+    policy = getattr(part, "dtype_policy", None)
+    # A config would do as well, but it is incomplete for some user-defined
+    # layers, and Keras imports TensorFlow to make one, which takes seconds.
     return (
         type(part),
-        _read_config(part),
-        tuple(sorted(attributes.items())),
+        getattr(policy, "name", None),
+        _describe_attributes(part),
         _read_remat(part),
     )
 
 
-def _read_config(part: Any) -> str:
-    """Returns an operation's config without names and initial values."""
-    if hasattr(part, "operations"):
-        # The config of a functional model contains those of its layers, and
-        # refers to them by their names.
-        return ""
-    try:
-        return json.dumps(_strip(part.get_config()), default=repr)
-    except Exception:
-        # A user-defined layer without a config.
-        return ""
+def _describe_attributes(thing: object) -> tuple[tuple[str, object], ...]:
+    # Functional models refer to their layers, which are described, by names.
+    attributes = {} if hasattr(thing, "operations") else vars(thing)
+    return tuple(
+        (name, _describe_value(value))
+        for name, value in sorted(attributes.items())
+        if name not in _attributes_of_all()
+        and name != "seed"
+        and not name.endswith("initializer")
+    )
+
+
+@functools.cache
+def _attributes_of_all() -> frozenset[str]:
+    """Returns the names of the attributes that every layer has."""
+    return frozenset(vars(keras.layers.Identity(name="identity")))
+
+
+def _describe_value(value: object) -> Hashable:
+    if isinstance(value, str | int | float | None):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(map(_describe_value, value))
+    if isinstance(value, types.FunctionType):
+        return value.__module__, value.__qualname__
+    if isinstance(value, keras.Regularizer | keras.constraints.Constraint):
+        return type(value), _describe_attributes(value)
+    return type(value)
 
 
 def _read_remat(part: Any) -> tuple[Any, ...]:
@@ -95,17 +105,3 @@ def _read_remat(part: Any) -> tuple[Any, ...]:
     if remat.mode == "list_of_layers":
         return (part.name in remat.layer_names,)
     return remat.mode, remat.output_size_threshold
-
-
-def _strip(config: Tree) -> Tree:
-    """Returns a config without names, seeds and initializers."""
-    if isinstance(config, dict):
-        return {
-            key: _strip(value)
-            for key, value in config.items()
-            if key not in ("name", "seed")
-            and not str(key).endswith("initializer")
-        }
-    if isinstance(config, list | tuple):
-        return [_strip(value) for value in config]
-    return config

@@ -40,7 +40,8 @@ _PREFIX = "ks.optimizer_update_"
 _INNER = "ks.optimizer_update"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+# JAX names a function that it traces by its repr, which would be the jaxpr.
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Update:
     """A marked optimizer update.
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
@@ -73,12 +74,13 @@ def read_settings() -> Hashable:
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """Turns off Python's garbage collector while the block, a trace, runs.
+    """Turns off Python's garbage collector while the block runs, which traces.
 
     The collector searches a trace's many objects again and again, which takes a
-    tenth of a trace's time, and almost none of them is garbage.
+    tenth of a trace's time, and almost none of them is garbage. With
+    `jax.disable_jit`, the block computes instead, and the collector stays on.
     """
-    is_on = gc.isenabled() and is_tracing()
+    is_on = gc.isenabled() and not jax.config.jax_disable_jit
     if is_on:
         gc.disable()
     try:

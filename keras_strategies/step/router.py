@@ -70,6 +70,7 @@ class Router:
             self._routes[key] = self._decide(segment)
         return self._routes[key]
 
+    @traces.without_collector()
     def _decide(self, segment: Segment) -> Route:
         batch = _shapes_of_one(segment.data, segment.steps > 1)
         circumstances = Circumstances(
@@ -151,8 +152,7 @@ class Router:
         Raises:
           Exception: if the step's code fails.
         """
-        batch = _shapes_of_one(data, is_stacked)
-        record = self._tracer.trace(self.kind, batch)
+        record = self._tracer.trace(self.kind, _shapes_of_one(data, is_stacked))
         if record.error is not None:
             raise record.error
         return record
