@@ -101,6 +101,20 @@ def test_compiled_functions_of_tensorflow_are_refused(arguments):
     assert_usable(model)
 
 
+class TapedModel(keras.Sequential):
+    """A model whose train step computes gradients with TensorFlow."""
+
+    def train_step(self, data):
+        return {"loss": tape(self, data[0])}
+
+
+def test_a_train_step_of_tensorflow_is_named():
+    model = compiled(mirrored(2), lambda: TapedModel([dense(1)]))
+    with pytest.raises(TypeError, match="that `train_step` runs") as caught:
+        model.fit(X, Y, verbose=0)
+    assert_text(caught, "tape.gradient(loss", "`ks.GradientTape`")
+
+
 class OtherModel(keras.Model):
     """A model whose steps are written for no Keras."""
 
