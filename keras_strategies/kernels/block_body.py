@@ -2,11 +2,12 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import jax
 import keras
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from keras import tree
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
@@ -17,6 +18,7 @@ from keras_strategies.hooks.variable_writes import is_user_defined
 from keras_strategies.hooks.variables_used import InnerScope
 from keras_strategies.keras_bridge.step_context import current_step
 from keras_strategies.kernels.equal_blocks import Blocks
+from keras_strategies.passes.stages import has_effects
 
 
 def compute_call(
@@ -139,6 +141,11 @@ def trace_block(
         return new_carry, [inner.get_current_value(v) for v in own]
 
     jaxpr, shapes = jax.make_jaxpr(compute, return_shape=True)(carry, values)
+    if any(map(has_effects, jaxpr.jaxpr.eqns)):
+        problem = problem or "a block prints, or calls back into Python"
+    layers = _iter_layers(calls, number)
+    if any(isinstance(v, Tracer) for x in layers for v in vars(x).values()):
+        problem = problem or "a layer of a block keeps an array"
     return TracedBlock(
         jaxpr=jaxpr,
         structure=jax.tree.structure(shapes),
@@ -150,10 +157,14 @@ def trace_block(
 def _forget(calls: BlockCalls, number: int, losses: list[Any]) -> None:
     """Clears the ids of losses that a trace of a block added."""
     ids = set(map(id, losses))
-    for operation in calls.blocks.segments[number] if ids else ():
+    for layer in _iter_layers(calls, number) if ids else ():
+        layer._loss_ids.difference_update(ids)
+
+
+def _iter_layers(calls: BlockCalls, number: int) -> Iterator[keras.Layer]:
+    for operation in calls.blocks.segments[number]:
         if isinstance(operation, keras.Layer):
-            for layer in operation._flatten_layers():
-                layer._loss_ids.difference_update(ids)
+            yield from operation._flatten_layers()
 
 
 def _is_plain(variable: keras.Variable) -> bool:

@@ -24,6 +24,8 @@ from keras_strategies.passes.stages import (
 _HAVE_RULES = names_in("custom_jvp_call custom_vjp_call shard_map")
 # Parameters of the first two.
 _RULES = names_in("bwd fwd_jaxpr_thunk jvp_jaxpr_fun out_trees")
+_MAX_DEPTH = 4
+"""The number of custom rules, each of which calls the next, that are traced."""
 
 
 class ValueNumbers:
@@ -36,26 +38,25 @@ class ValueNumbers:
     differ.
 
     Args:
-      trace_rule: A function that traces one equation of a jaxpr, also together
-        with its derivatives. Custom rules for derivatives, which are Python
-        functions, are then compared by these traces.
-      ignored: The names of parameters that are not compared.
+      trace_rule: A function that traces the derivatives of one equation of a
+        jaxpr. Custom rules for derivatives, which are Python functions, are
+        then compared by these traces.
     """
 
     def __init__(
         self,
         trace_rule: Callable[[Jaxpr, Any], ClosedJaxpr] | None = None,
-        ignored: Sequence[str] = (),
     ) -> None:
         self._trace_rule = trace_rule
-        self._ignored = ignored
         self._numbers: dict[Any, int] = {}
         # Objects whose ids are used in keys. They are kept alive so that their
         # ids are not reused.
         self._held: list[Any] = []
-        # The keys of traced rules, by the number of their equation.
-        self._rules: dict[int, Hashable] = {}
-        self._in_rules = ValueNumbers(ignored=_RULES) if trace_rule else self
+        # The keys of traced rules, by their equations' numbers and callers.
+        self._rules: dict[Hashable, Hashable] = {}
+        # The functions whose rules are being traced, each called by the rule of
+        # the one before; None while the rules do not matter.
+        self._callers: tuple[Hashable, ...] | None = ()
 
     def number_outputs(self, traced: ClosedJaxpr) -> list[int]:
         """Returns the number assigned to each output of a traced function."""
@@ -91,19 +92,34 @@ class ValueNumbers:
 
     def _describe(self, jaxpr: Jaxpr, equation: JaxprEqn) -> Hashable:
         """Returns a key for an equation's parameters and its custom rules."""
-        is_custom = equation.primitive.name in _HAVE_RULES
-        if self._trace_rule is None or not is_custom:
-            names = [n for n in equation.params if n not in self._ignored]
-            return self.describe({n: equation.params[n] for n in names})
-        place = self.number_object(equation)
-        inner = (equation, *equations_in(equation))
-        if any(e.params.get("symbolic_zeros") for e in inner):
-            # Such a rule may depend on which operands are differentiated.
-            return place
-        if place not in self._rules:
-            traced = self._trace_rule(jaxpr, equation)
-            self._rules[place] = tuple(self._in_rules.number_outputs(traced))
-        return self._rules[place]
+        name = equation.primitive.name
+        if self._trace_rule is None or name not in _HAVE_RULES:
+            return self.describe(equation.params)
+        callers, self._callers = self._callers, None
+        try:
+            # The rules of functions that it calls are replaced by its own.
+            params = equation.params.items()
+            own = self.describe({n: p for n, p in params if n not in _RULES})
+            if (
+                callers is None
+                or own in callers
+                or (callers and name == "shard_map")
+            ):
+                return own
+            place = self.number_object(equation)
+            inner = (equation, *equations_in(equation))
+            is_partial = any(e.params.get("symbolic_zeros") for e in inner)
+            if is_partial or len(callers) == _MAX_DEPTH:
+                # Such a rule may depend on which operands are differentiated.
+                return place
+            if (place, callers) not in self._rules:
+                self._callers = (*callers, own)
+                rule = self._trace_rule(jaxpr, equation)
+                found = (own, *self.number_outputs(rule))
+                self._rules[place, callers] = found
+            return self._rules[place, callers]
+        finally:
+            self._callers = callers
 
     def _operand(self, operand: Any, known: Mapping[Any, int]) -> int:
         if isinstance(operand, Literal):
@@ -191,7 +207,7 @@ def is_inexact(array: Array) -> bool:
 
 
 def _trace_rule(jaxpr: Jaxpr, equation: JaxprEqn) -> ClosedJaxpr:
-    """Traces one equation of a jaxpr, alone and with its backward pass."""
+    """Traces one equation of a jaxpr with its backward pass."""
     read = list(dict.fromkeys(variables(equation.invars)))
     written = [v for v in equation.outvars if not isinstance(v, DropVar)]
 
@@ -200,14 +216,13 @@ def _trace_rule(jaxpr: Jaxpr, equation: JaxprEqn) -> ClosedJaxpr:
         return compute_equations(jaxpr, [equation], written, of.__getitem__)
 
     def compute_both(*values: Array) -> Any:
-        primal = forward(*values)
         results, pull_back = jax.vjp(forward, *values)
         cotangents = [
             r if is_inexact(r) else np.zeros(r.shape, jax.dtypes.float0)
             for r in results
         ]
         gradients = filter(is_inexact, pull_back(cotangents))
-        return primal, results, list(gradients)
+        return results, list(gradients)
 
     return jax.make_jaxpr(compute_both)(*(get_shape(v.aval) for v in read))
 

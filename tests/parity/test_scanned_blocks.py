@@ -338,10 +338,26 @@ class Noisy(layers.Dense):
         return super().call(inputs, training) + 0 * noise
 
 
+class Printing(layers.Dense):
+    printed = []
+
+    def call(self, inputs, training=None):
+        jax.debug.callback(lambda: self.printed.append(self.name))
+        return super().call(inputs, training)
+
+
+class Keeping(layers.Dense):
+    def call(self, inputs, training=None):
+        self.last = super().call(inputs, training)
+        return self.last
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     few(
         [
+            (Printing, "a block prints, or calls back into Python"),
+            (Keeping, "a layer of a block keeps an array"),
             (Penalized, "a block adds a loss"),
             (Counting, "a block writes a shared or user-defined variable"),
             (Noisy, "a block writes a shared or user-defined variable"),
@@ -357,6 +373,9 @@ def test_what_a_loop_cannot_compute_is_unrolled_with_a_word(kind, reason):
         _, found = fit_chain(layer)
     _, wanted = fit_chain(layer, is_scanned=False)
     assert_close(found, wanted)
+    jax.effects_barrier()
+    names = set(Printing.printed)
+    assert kind is not Printing or len(names) == 2 * BLOCKS
 
 
 class Scaled(layers.Dense):

@@ -131,6 +131,36 @@ def test_a_rule_may_use_a_mapped_axis():
     assert not compute_same([make(1), make(2)], X)
 
 
+@pytest.mark.parametrize("kind", KINDS[:-1])
+@pytest.mark.parametrize("place", ["itself", "jit"])
+def test_a_rule_that_a_rule_calls_is_compared(kind, place):
+    """Gradients of gradients differ, as in a gradient penalty."""
+
+    def make(factor, depth):
+        if depth == 0:
+            return kind(factor)
+        inner = make(factor, depth - 1)
+        fn = jax.custom_jvp(lambda x: x * (2.0 + depth))
+        fn.defjvp(lambda x, t: (fn(*x), t[0] * PLACES[place](inner)(x[0])))
+        return fn
+
+    for depth in (1, 2):
+        ones, twos = make(1, depth), make(2, depth)
+        assert not compute_same([ones, twos], X)
+        assert compute_same([ones, make(1, depth)], X)
+
+
+def test_rules_that_call_each_other_end():
+    def make(sign):
+        sine, cosine = jax.custom_jvp(jnp.sin), jax.custom_jvp(jnp.cos)
+        sine.defjvp(lambda x, t: (sine(*x), cosine(*x) * t[0]))
+        cosine.defjvp(lambda x, t: (cosine(*x), sign * sine(*x) * t[0]))
+        return sine
+
+    assert compute_same([make(-1), make(-1)], X)
+    assert not compute_same([make(-1), make(1)], X)
+
+
 def test_derivatives_inside_of_a_rule_are_no_difference():
     def make(factor):
         fn = jax.custom_vjp(lambda x: x)

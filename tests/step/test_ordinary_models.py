@@ -8,6 +8,7 @@ model's train and test steps are traced here, and not compiled.
 import functools
 import warnings
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -39,6 +40,25 @@ VOLUMES, TOKENS = floats(4, 4, 4, 2), integers(9, 6)
 WEIGHTS = floats()
 
 
+def train_step(self, state, data):
+    """A step as users write it, whose gradients no hook makes."""
+    weights, others, slots, metrics = state
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+
+    def compute(weights):
+        outputs, new, added = self.stateless_call(
+            weights, others, x, training=True, return_losses=True
+        )
+        loss = self.compute_loss(x, y, outputs, weight)
+        return loss + sum(added), new
+
+    (loss, others), gradients = jax.value_and_grad(compute, has_aux=True)(
+        weights
+    )
+    weights, slots = self.optimizer.stateless_apply(slots, gradients, weights)
+    return {"loss": loss}, (weights, others, slots, metrics)
+
+
 def check_is_mapped(
     model,
     x,
@@ -48,6 +68,7 @@ def check_is_mapped(
     weight=None,
     replicas=2,
     kinds=("train",),
+    has_own_step=False,
     **compiled,
 ):
     """Traces steps; no warning of the global batch."""
@@ -58,6 +79,9 @@ def check_is_mapped(
         warnings.filterwarnings("ignore", ".*does not support masking")
         keras.utils.set_random_seed(0)
         model = model()
+        if has_own_step:
+            own = {"train_step": train_step}
+            model.__class__ = type("Own", (type(model),), own)
         model.compile("adam", loss, **compiled)
         strategy.attach(model)
         build = find_binding(model).build_for_shapes
@@ -179,6 +203,18 @@ LAYERS = [
 def test_each_layer_is_mapped(make, x):
     build = functools.partial(through, x=x)
     check_is_mapped(lambda: build(make()), x, floats(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        pytest.param(OF_TOKENS["embedding_masked"], TOKENS, id="masked"),
+        *few(LAYERS, every=12),
+    ],
+)
+def test_each_layer_is_mapped_in_a_step_of_ones_own(make, x):
+    build = functools.partial(through, x=x)
+    check_is_mapped(lambda: build(make()), x, floats(1), has_own_step=True)
 
 
 def classifier(activation=None):
@@ -304,6 +340,16 @@ def test_each_loss_of_rows_is_mapped(name):
     is_scalar = name in _OF_SCALARS
     weight = None if is_scalar else WEIGHTS
     check_is_mapped(build, VECTORS, y, loss=make(), weight=weight)
+
+
+@pytest.mark.parametrize("name", ["picked_by_label", *combine(LOSSES, every=8)])
+def test_each_loss_of_rows_is_mapped_in_a_step_of_ones_own(name):
+    make, y = LOSSES[name]
+    build = functools.partial(classifier, "sigmoid")
+    weight = None if name in _OF_SCALARS else WEIGHTS
+    check_is_mapped(
+        build, VECTORS, y, loss=make(), weight=weight, has_own_step=True
+    )
 
 
 @pytest.mark.parametrize("rows", combine([1, 2, 4, 8], every=2))

@@ -332,5 +332,7 @@ def _power_of_cases(call: Call) -> float | None:
 def select(call: Call) -> Kind:
     """Returns the `Kind` of the result of a `select_n`."""
     which, *cases = call.kinds
-    chosen = {int(value) for value in which.values or ()}
+    # Of equal constants any, such as zeros in the gradient of a masked loop.
+    are_equal = cases[0].values is not None and cases[1:] == cases[:-1]
+    chosen = {0} if are_equal else set(map(int, which.values or ()))
     return cases[chosen.pop()] if len(chosen) == 1 else elementwise(call)

@@ -17,7 +17,6 @@ from keras_strategies.passes.row_kinds.kinds import (
     SUM,
     Kind,
     at_axis,
-    is_constant,
     make_rows,
     make_sum,
     same_power,
@@ -200,11 +199,8 @@ def _if_rows_meet(
     _, index, update = call.kinds
     if dim is not None:
         _require_rows_at(call, index, dim, operand)
-    if update.is_rows:
-        call.require(same_power(operand.power, update.power)[0])
-    else:
-        is_plain = operand.is_plain and is_constant(update)
-        call.require(update.is_zero or is_plain)
+    fits, _ = same_power(operand.power, update.power_in(call.ratio))
+    call.require(fits or update.is_zero)
     if call.shape(2):
         _require_rows_at(call, update, place, operand)
     return operand.but(count=0)
@@ -227,7 +223,7 @@ def _scattered_into_constant(call: Call) -> Kind:
             dims = [numbers.operand_batching_dims[batching.index(index.axis)]]
         size = call.shape(1)[index.axis] // index.outer
         if dims and operand.is_flat(dims[0], size):
-            power = update.power if operand.is_zero else 0.0
+            power = update.power_in(call.ratio) if operand.is_zero else 0.0
             as_rows = make_rows(dims[0], index.outer, power)
             return _if_rows_meet(call, as_rows, index.axis, place)
         is_there = update.is_rows and update.axis == place
@@ -242,7 +238,7 @@ def _scattered_into_constant(call: Call) -> Kind:
         call.require(index.is_flat(dim, call.shape(2)[update.axis]))
     call.require(call.name in ("scatter-add", "scatter_add"))
     call.require(operand.is_zero)
-    return make_sum(update.power if update.is_rows else 0.0)
+    return make_sum(update.power_in(call.ratio))
 
 
 def _scatter_numbers(call: Call) -> Kind:

@@ -193,6 +193,9 @@ def _is_scale_safe(call: Call) -> bool:
     if is_drawn and not call.params["fill_value"]:
         # The rule tracks the exponent of a constant table.
         kinds = kinds[1:]
+    elif call.name in _SCATTERS:
+        # The rule tracks that of the updates.
+        kinds = kinds[:2]
     are_fixed = all(
         is_constant(kind) or (is_drawn and kind.is_random)
         for kind in kinds
@@ -280,11 +283,12 @@ _SHAPES = names_in(
 _WINDOWS = names_in(
     "reduce_window reduce_window_sum reduce_window_max reduce_window_min"
 )
+_SCATTERS = names_in("scatter scatter-add scatter_add scatter-sub")
 _LINEAR = names_in(
     *_SHAPES,
     *_WINDOWS,
+    *_SCATTERS,
     "rev sort top_k cumsum cummax cummin reduce_max reduce_min slice gather",
-    "scatter scatter-add scatter_add scatter-sub",
 )
 """Primitives that keep the exponent of rows if the constants do not scale."""
 
