@@ -80,7 +80,8 @@ def without_collector() -> Iterator[None]:
     tenth of a trace's time, and almost none of them is garbage. With
     `jax.disable_jit`, the block computes instead, and the collector stays on.
     """
-    is_on = gc.isenabled() and not jax.config.jax_disable_jit
+    config: Any = jax.config
+    is_on = gc.isenabled() and not config.jax_disable_jit
     if is_on:
         gc.disable()
     try:
