@@ -558,7 +558,11 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(
     ("name", "make_strategy"),
-    combine(OPTIMIZERS, [mirrored, sharded], every=9),
+    [
+        # A penalty of weights is added to a share of a sum.
+        ("loss_scale", mirrored),
+        *combine(OPTIMIZERS, [mirrored, sharded], every=9),
+    ],
 )
 def test_each_optimizer_of_an_own_step_is_mapped(name, make_strategy):
     check_is_mapped(with_layers, OPTIMIZERS[name](), make_strategy)

@@ -266,10 +266,13 @@ def join(one: Kind, two: Kind, shape: Sequence[int], why: JaxprEqn) -> Kind:
     if one.is_const:
         one, two = two, one
     if two.is_const:
-        # The mean of the replicas' sums is a mean if the constant is added to
-        # each of them.
-        power = MEAN_POWER if one.is_sum else 0.0
-        fits = two.is_zero or (one.power in (power, None) and is_constant(two))
+        # A constant that grows as num_rows is a sum over rows of equal terms.
+        growth = one.power
+        if growth is not None and one.is_sum:
+            growth -= MEAN_POWER
+        power = two.power if two.values is None else math.nan
+        power = 0.0 if is_constant(two) else power
+        fits = two.is_zero or power == (growth or 0.0)
         if one.is_rows:
             fits &= two.is_flat(one.axis, shape[one.axis] // one.outer)
         return one if fits else make_mixed(why)
