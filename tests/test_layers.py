@@ -109,7 +109,7 @@ LOGIC_LINES = {
     "kernels": 2035,
     "migrate": 1482,
     "names": 251,
-    "passes": 4770,
+    "passes": 4768,
     "planning": 2508,
     "reporting": 799,
     "run": 651,

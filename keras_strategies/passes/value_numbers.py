@@ -24,7 +24,7 @@ from keras_strategies.passes.stages import (
 _HAVE_RULES = names_in("custom_jvp_call custom_vjp_call shard_map")
 # Parameters of the first two.
 _RULES = names_in("bwd fwd_jaxpr_thunk jvp_jaxpr_fun out_trees")
-_MAX_DEPTH = 4
+_MAX_DEPTH = 8
 """The number of custom rules, each of which calls the next, that are traced."""
 
 
@@ -100,17 +100,17 @@ class ValueNumbers:
             # The rules of functions that it calls are replaced by its own.
             params = equation.params.items()
             own = self.describe({n: p for n, p in params if n not in _RULES})
-            if (
-                callers is None
-                or own in callers
-                or (callers and name == "shard_map")
-            ):
+            if callers is None or callers.count(own) > 1:
+                # The rule of a function may call this function.
+                return own
+            if callers and name == "shard_map":
+                # Its rules cannot be traced alone, since they may use its axes.
                 return own
             place = self.number_object(equation)
             inner = (equation, *equations_in(equation))
             is_partial = any(e.params.get("symbolic_zeros") for e in inner)
             if is_partial or len(callers) == _MAX_DEPTH:
-                # Such a rule may depend on which operands are differentiated.
+                # A partial rule depends on which operands are differentiated.
                 return place
             if (place, callers) not in self._rules:
                 self._callers = (*callers, own)

@@ -150,6 +150,18 @@ def test_a_rule_that_a_rule_calls_is_compared(kind, place):
         assert compute_same([ones, make(1, depth)], X)
 
 
+def test_a_rule_that_calls_an_equal_function_of_another_rule_is_compared():
+    def make(factor):
+        other = jax.custom_jvp(jnp.tanh)
+        other.defjvp(lambda x, t: (other(*x), t[0] * factor))
+        fn = jax.custom_jvp(jnp.tanh)
+        fn.defjvp(lambda x, t: (fn(*x), t[0] * (1 - other(*x) ** 2)))
+        return fn
+
+    assert compute_same([make(1), make(1)], X)
+    assert not compute_same([make(1), make(2)], X)
+
+
 def test_rules_that_call_each_other_end():
     def make(sign):
         sine, cosine = jax.custom_jvp(jnp.sin), jax.custom_jvp(jnp.cos)

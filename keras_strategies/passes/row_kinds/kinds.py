@@ -270,9 +270,9 @@ def join(one: Kind, two: Kind, shape: Sequence[int], why: JaxprEqn) -> Kind:
         growth = one.power
         if growth is not None and one.is_sum:
             growth -= MEAN_POWER
-        power = two.power if two.values is None else math.nan
-        power = 0.0 if is_constant(two) else power
-        fits = two.is_zero or power == (growth or 0.0)
+        fits = two.is_zero or is_constant(two)
+        if growth:
+            fits = two.is_zero or (two.values is None and two.power == growth)
         if one.is_rows:
             fits &= two.is_flat(one.axis, shape[one.axis] // one.outer)
         return one if fits else make_mixed(why)
